@@ -1,0 +1,118 @@
+"""Who works on which keys: all requests' tiles laid end to end, cut into one contiguous range per CTA.
+
+A request of T > 0 tiles takes FIXED_COST + T units of the line, an empty one a single unit (its output still has to be written).
+The line is cut every ceil(total / num_ranges) units. A range therefore costs at most one quantum, whatever the batch: the CTAs
+differ by less than one tile and the fixed cost. A request that falls into one range is written straight to `out`; one that falls into
+several is split, and each of its pieces gets a partial slot. The pieces of a request take consecutive slots.
+
+Slot of the piece of request r in range g: g + (split requests before r). Along the line either g or r grows from piece to piece, so
+no two pieces share a slot, and there are at most num_ranges - 1 split requests: slots <= min(requests + num_ranges - 1, 2 * num_ranges).
+
+The device computes this once a step (ScheduleKernel in schedule_kernel.py); `plan` is the same arithmetic in Python integers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from .paged_kv import PageTiling
+
+FIXED_COST = 2  # what starting a request costs a CTA, in tiles
+HEADER_WORDS = 8  # word 0: split requests; the rest is padding
+RANGE_WORDS = 8  # first_request, first_tile, last_request, end_tile, first_slot, last_slot, 2 of padding
+SPLIT_WORDS = 4  # request, first_slot, pieces, 1 of padding
+NO_SLOT = -1
+
+
+@dataclass(frozen=True)
+class Range:
+    """The work of one CTA: requests first_request to last_request, from tile first_tile of the first up to (not including) tile end_tile of the last.
+
+    `first_slot` and `last_slot` are the partial slots of its first and last request, NO_SLOT where that request is not split.
+    The requests between are whole. An idle CTA has last_request < first_request.
+    """
+
+    first_request: int
+    first_tile: int
+    last_request: int
+    end_tile: int
+    first_slot: int
+    last_slot: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """A request in several pieces: they lie in slots first_slot to first_slot + pieces - 1, in key order."""
+
+    request: int
+    first_slot: int
+    pieces: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The plan of one step: a range for each CTA, and the requests that the merge has to finish."""
+
+    ranges: tuple[Range, ...]
+    splits: tuple[Split, ...]
+
+
+def max_slots(num_requests: int, num_ranges: int) -> int:
+    """Partial slots that no batch of `num_requests` requests exceeds, whatever their lengths."""
+    return min(num_requests + num_ranges - 1, 2 * num_ranges) if num_requests else 0
+
+
+def schedule_words(num_ranges: int) -> int:
+    """int32 words of the device's schedule buffer."""
+    return HEADER_WORDS + num_ranges * (RANGE_WORDS + SPLIT_WORDS)
+
+
+def plan(seq_lens: Sequence[int], page_size: int, num_ranges: int) -> Schedule:
+    """Schedule of one step.
+
+    Args:
+        seq_lens: keys of each request, >= 0.
+        page_size: keys in a page.
+        num_ranges: CTAs that share the work (`DecodeProblem.num_ranges`).
+    """
+    tiling = PageTiling(page_size)
+    tiles = [tiling.num_tiles(n) for n in seq_lens]
+    starts = list(accumulate((t + FIXED_COST if t else 1 for t in tiles), initial=0))
+    quantum = max(-(-starts[-1] // num_ranges), 1)
+
+    # Unit of a request's first tile; an empty request owns one unit and no tile.
+    first_units = [start + (FIXED_COST if t else 0) for start, t in zip(starts, tiles)]
+    first_range = [unit // quantum for unit in first_units]
+    last_range = [(unit + max(t, 1) - 1) // quantum for unit, t in zip(first_units, tiles)]
+    is_split = [first < last for first, last in zip(first_range, last_range)]
+    splits_before = list(accumulate(is_split, initial=0))
+
+    def slot(request: int, g: int) -> int:
+        return g + splits_before[request] if is_split[request] else NO_SLOT
+
+    ranges = []
+    for g in range(num_ranges):
+        begin, end = g * quantum, min((g + 1) * quantum, starts[-1])
+        # The first request with a unit of work at or after `begin`, and the last with one before `end`.
+        first = bisect_right([u + max(t, 1) for u, t in zip(first_units, tiles)], begin)
+        last = bisect_right(first_units, end - 1) - 1
+        if begin >= end or first > last:
+            ranges.append(Range(0, 0, -1, 0, NO_SLOT, NO_SLOT))
+            continue
+        ranges.append(
+            Range(
+                first,
+                max(begin - first_units[first], 0),
+                last,
+                min(end - first_units[last], tiles[last]),
+                slot(first, g),
+                slot(last, g),
+            )
+        )
+    splits = tuple(
+        Split(r, slot(r, first_range[r]), last_range[r] - first_range[r] + 1) for r in range(len(tiles)) if is_split[r]
+    )
+    return Schedule(tuple(ranges), splits)
