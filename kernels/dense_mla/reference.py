@@ -1,0 +1,229 @@
+"""MLA decode in plain torch, on any device: the exact answer, and what the kernels do with it.
+
+    S[row, key] = scale * sum_d q[row, d] kv[key, d]        d over 576
+    out[row]    = sum_key softmax(S[row])[key] kv[key, :512]
+    lse[row]    = ln sum_key exp(S[row, key])
+
+`attention` is that in FP64. `decode` follows the kernels: the same schedule, the same partial slots, the same roundings to BF16 (the
+probabilities before P V, the partials where they are stored in BF16, the output) and the same order of the merge. S, the sums and the
+merge are FP32 in both; `decode` takes the maximum of a whole piece where a kernel carries it from tile to tile, so the two agree to a
+rounding of the probabilities and not to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .paged_kv import PageTiling
+from .problem import HEAD_DIM_QK, HEAD_DIM_V, DecodeProblem
+from .schedule import NO_SLOT, Schedule, max_slots, plan
+from .workspace import ALIGNMENT, workspace_views
+
+Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+NAN_BYTE = 0xFF  # a float of any width made of it is NaN
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The tiles of one request that one CTA works on, end_tile not among them, and their partial slot (NO_SLOT: it is the whole request)."""
+
+    request: int
+    first_tile: int
+    end_tile: int
+    slot: int
+
+
+def pieces(schedule: Schedule, num_tiles: list[int]) -> Iterator[Piece]:
+    """Every CTA's pieces, CTA by CTA, in the order in which it walks them.
+
+    Args:
+        schedule: the plan of the step.
+        num_tiles: tiles of each request (`PageTiling.num_tiles`). An empty request is one piece without tiles.
+    """
+    for r in schedule.ranges:
+        for request in range(r.first_request, r.last_request + 1):
+            is_first, is_last = request == r.first_request, request == r.last_request
+            first_tile = r.first_tile if is_first else 0
+            end_tile = r.end_tile if is_last else num_tiles[request]
+            slot = r.first_slot if is_first else r.last_slot if is_last else NO_SLOT
+            yield Piece(request, first_tile, end_tile, slot)
+
+
+def attention(
+    q: Query, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exact answer in FP64, from the visible keys alone.
+
+    Args:
+        q: `[requests, heads, 576]`, or the pair `[requests, heads, 512]`, `[requests, heads, 64]`.
+        kv_cache: `[pages, page_size, 576]`.
+        block_table: `[requests, width]`; columns past ceil(seq_len / page_size) are not read.
+        seq_lens: `[requests]`, keys that each request sees.
+        scale: softmax scale.
+
+    Returns:
+        out `[requests, heads, 512]` and the natural-log lse `[requests, heads]`, both FP64. A request without keys: 0 and -inf.
+
+    Raises:
+        ValueError: a shape that does not fit, a negative length, or a block table narrower than the lengths need.
+    """
+    query = _joined(q)
+    lens = _checked_lens(query, kv_cache, block_table, seq_lens)
+    out = query.new_zeros((*query.shape[:2], HEAD_DIM_V), dtype=torch.float64)
+    lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float64)
+    for r, seq_len in enumerate(lens):
+        if not seq_len:
+            continue
+        keys = _keys(kv_cache, block_table[r], 0, seq_len).double()
+        scores = scale * query[r].double() @ keys.T
+        lse[r] = scores.logsumexp(-1)
+        out[r] = scores.softmax(-1) @ keys[:, :HEAD_DIM_V]
+    return out, lse
+
+
+def decode(
+    problem: DecodeProblem,
+    q: Query,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    num_ranges: int,
+    workspace: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels compute, piece by piece: forward into `out` or a partial slot, then the merge of the split requests.
+
+    Args:
+        problem: heads, page size and partial dtype.
+        q, kv_cache, block_table, seq_lens, scale: as in `attention`.
+        num_ranges: CTAs that share the work (`DecodeProblem.num_ranges`).
+        workspace: `torch.uint8` buffer of `workspace_size(...).total_bytes`, for a look at the partials afterwards. By default one made
+            here. It is filled with NaN first: whatever the merge read without being written would show.
+
+    Returns:
+        out `[requests, heads, 512]` in BF16 and the natural-log lse `[requests, heads]` in FP32. A request without keys: 0 and -inf.
+
+    Raises:
+        ValueError: as in `attention`, or heads or page size other than the problem's.
+    """
+    query = _joined(q)
+    lens = _checked_lens(query, kv_cache, block_table, seq_lens)
+    _check_problem(problem, query, kv_cache)
+    tiling = PageTiling(problem.page_size)
+    schedule = plan(lens, problem.page_size, num_ranges)
+    out_partial, lse_partial = _nan_partials(problem, max_slots(len(lens), num_ranges), query.device, workspace)
+
+    out = query.new_full((*query.shape[:2], HEAD_DIM_V), math.nan, dtype=torch.bfloat16)
+    lse = query.new_full(query.shape[:2], math.nan, dtype=torch.float32)  # base 2 until the end
+    for piece in pieces(schedule, [tiling.num_tiles(n) for n in lens]):
+        first_key = tiling.first_key(piece.first_tile)
+        end_key = min(tiling.first_key(piece.end_tile), lens[piece.request])
+        o, lse2 = _forward(query[piece.request], _keys(kv_cache, block_table[piece.request], first_key, end_key), scale)
+        if piece.slot == NO_SLOT:
+            out[piece.request], lse[piece.request] = o, lse2
+        else:
+            out_partial[piece.slot], lse_partial[piece.slot] = o, lse2
+    for split in schedule.splits:
+        slots = slice(split.first_slot, split.first_slot + split.pieces)
+        out[split.request], lse[split.request] = merge(out_partial[slots], lse_partial[slots])
+    return out, lse * math.log(2)
+
+
+def merge(out_partial: torch.Tensor, lse_partial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the partials of one request, weighted by 2^lse, in slot order.
+
+    Args:
+        out_partial: `[pieces, rows, 512]` in the partial dtype, each normalised by its own sum.
+        lse_partial: `[pieces, rows]`, FP32, base 2. -inf: no key in that piece; its out_partial has no say, NaN included.
+
+    Returns:
+        out `[rows, 512]` and the base-2 lse `[rows]`, both FP32. A row whose pieces are all empty: 0 and -inf.
+    """
+    top = lse_partial.amax(0)
+    # Where all pieces are empty, -inf minus -inf would be NaN: subtract 0 there.
+    weights = torch.exp2(lse_partial - torch.where(top == -math.inf, 0.0, top))
+    total, acc = torch.zeros_like(top), out_partial.new_zeros(out_partial.shape[1:], dtype=torch.float32)
+    for weight, o, lse in zip(weights, out_partial, lse_partial, strict=True):
+        total = total + weight
+        acc = acc + torch.where((lse == -math.inf)[:, None], 0.0, weight[:, None] * o.float())
+    empty = top == -math.inf
+    return torch.where(empty[:, None], 0.0, acc / torch.where(empty, 1.0, total)[:, None]), top + torch.log2(total)
+
+
+def relative_l2(out: torch.Tensor, exact: torch.Tensor) -> float:
+    """||out - exact|| / ||exact|| over all elements, in FP64. 0 where both are all zeros."""
+    norm = exact.double().norm().item()
+    error = (out.double() - exact.double()).norm().item()
+    return error / norm if norm else error
+
+
+def _forward(query: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One piece: query [rows, 576] on keys [n, 576] -> normalised out [rows, 512] and base-2 lse [rows], both FP32."""
+    if not keys.shape[0]:
+        return query.new_zeros((query.shape[0], HEAD_DIM_V), dtype=torch.float32), query.new_full(query.shape[:1], -math.inf, dtype=torch.float32)
+    values = keys.float()
+    scores = (query.float() @ values.T) * (scale * math.log2(math.e))
+    top = scores.amax(-1, keepdim=True)
+    p = torch.exp2(scores - top)
+    total = p.sum(-1)
+    # The tensor cores take P in BF16; the sum is over the unrounded P.
+    out = p.bfloat16().float() @ values[:, :HEAD_DIM_V]
+    return out / total[:, None], top[:, 0] + torch.log2(total)
+
+
+def _keys(kv_cache: torch.Tensor, pages: torch.Tensor, first_key: int, end_key: int) -> torch.Tensor:
+    """Keys first_key up to (not including) end_key of a request, [n, 576]. Only pages that hold one of them are looked up."""
+    page_size = kv_cache.shape[1]
+    if first_key >= end_key:
+        return kv_cache.new_empty((0, HEAD_DIM_QK))
+    first_page = first_key // page_size
+    ids = pages[first_page : -(-end_key // page_size)].long()
+    keys = kv_cache[ids].flatten(0, 1)
+    return keys[first_key - first_page * page_size : end_key - first_page * page_size]
+
+
+def _joined(q: Query) -> torch.Tensor:
+    query = torch.cat(q, -1) if isinstance(q, tuple) else q
+    if query.dim() != 3 or query.shape[-1] != HEAD_DIM_QK:
+        raise ValueError(f"q must be [requests, heads, {HEAD_DIM_QK}] or a pair that joins to it, got {list(query.shape)}")
+    return query
+
+
+def _checked_lens(query: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> list[int]:
+    """seq_lens on the host, once all shapes fit them."""
+    if kv_cache.dim() != 3 or kv_cache.shape[-1] != HEAD_DIM_QK:
+        raise ValueError(f"kv_cache must be [pages, page_size, {HEAD_DIM_QK}], got {list(kv_cache.shape)}")
+    if seq_lens.shape != query.shape[:1]:
+        raise ValueError(f"seq_lens must be [{query.shape[0]}] for q of that many requests, got {list(seq_lens.shape)}")
+    if block_table.dim() != 2 or block_table.shape[0] != query.shape[0]:
+        raise ValueError(f"block_table must be [{query.shape[0]}, width], got {list(block_table.shape)}")
+    lens: list[int] = seq_lens.tolist()
+    if min(lens, default=0) < 0:
+        raise ValueError(f"seq_lens must be at least 0, got {min(lens)}")
+    columns = -(-max(lens, default=0) // kv_cache.shape[1])
+    if block_table.shape[1] < columns:
+        needed = f"{columns} columns for seq_len {max(lens)} in pages of {kv_cache.shape[1]}"
+        raise ValueError(f"block_table must have {needed}, got {block_table.shape[1]}")
+    return lens
+
+
+def _check_problem(problem: DecodeProblem, query: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    if query.shape[1] != problem.num_heads:
+        raise ValueError(f"q must have the problem's {problem.num_heads} heads, got {query.shape[1]}")
+    if kv_cache.shape[1] != problem.page_size:
+        raise ValueError(f"kv_cache must have the problem's page_size {problem.page_size}, got {kv_cache.shape[1]}")
+
+
+def _nan_partials(
+    problem: DecodeProblem, slots: int, device: torch.device, workspace: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if workspace is None:
+        row_bytes = HEAD_DIM_V * problem.partial_dtype.itemsize + 4
+        workspace = torch.empty(slots * problem.rows * row_bytes + 2 * ALIGNMENT, dtype=torch.uint8, device=device)
+    workspace.fill_(NAN_BYTE)
+    return workspace_views(problem, workspace, slots)
