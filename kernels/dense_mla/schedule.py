@@ -25,6 +25,7 @@ HEADER_WORDS = 8  # word 0: split requests; the rest is padding
 RANGE_WORDS = 8  # first_request, first_tile, last_request, end_tile, first_slot, last_slot, 2 of padding
 SPLIT_WORDS = 4  # request, first_slot, pieces, 1 of padding
 NO_SLOT = -1
+MAX_REQUESTS = 4096  # of a step; the schedule kernel keeps two words of each in shared memory
 
 
 @dataclass(frozen=True)

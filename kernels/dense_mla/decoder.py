@@ -1,0 +1,236 @@
+"""The door of the package: prepare once, schedule once a step, run once a layer."""
+
+from __future__ import annotations
+
+import torch
+
+from .compiled import LOG2_E, CompiledKernels, prepared_kernels
+from .problem import HEAD_DIM_QK, HEAD_DIM_V, DecodeProblem
+from .schedule import MAX_REQUESTS, max_slots, schedule_words
+from .workspace import ALIGNMENT, WorkspaceSize, workspace_size, workspace_views
+
+TMA_ALIGNMENT = 16  # bytes: of base addresses and of every stride but the last
+
+
+class DenseMLADecoder:
+    """Split-KV decode of dense multi-head latent attention on one device.
+
+    `schedule` and `run` allocate nothing, compile nothing and never wait for the device, so both can be captured in CUDA graphs; a
+    captured `run` follows whatever the schedule buffer and the lengths hold when the graph is replayed.
+    """
+
+    def __init__(self, problem: DecodeProblem, device: torch.device, max_requests: int, kernels: CompiledKernels):
+        self.problem = problem
+        self.device = device
+        self.max_requests = max_requests
+        self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+        self.num_ranges = problem.num_ranges(self.sm_count)
+        self._kernels = kernels
+
+    @classmethod
+    def prepare(cls, problem: DecodeProblem, device: torch.device, *, max_requests: int) -> DenseMLADecoder:
+        """Compiles and loads everything that `schedule` and `run` launch.
+
+        Args:
+            problem: what is static. Compiled once per problem and device, about 5 seconds; later calls share it.
+            device: a CUDA device with a supported compute capability.
+            max_requests: the largest batch that will be run, 1 to 4096.
+
+        Raises:
+            ValueError: an unsupported device or a batch out of range.
+            RuntimeError: a CUDA graph is being captured and the kernels are not compiled yet.
+        """
+        if not 1 <= max_requests <= MAX_REQUESTS:
+            raise ValueError(f"max_requests must be from 1 to {MAX_REQUESTS}, got {max_requests}")
+        if device.type != "cuda":
+            raise ValueError(f"device must be a CUDA device, got {device}")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        decoder = cls(problem, device, max_requests, prepared_kernels(problem, device))
+        if not torch.cuda.is_current_stream_capturing():
+            decoder._load()
+        return decoder
+
+    def empty_schedule(self) -> torch.Tensor:
+        """A schedule buffer, int32 on the device. Its contents belong to the kernels."""
+        return torch.zeros(schedule_words(self.num_ranges), dtype=torch.int32, device=self.device)
+
+    def workspace_size(self, num_requests: int) -> WorkspaceSize:
+        """Bytes that `run` needs for a batch of at most `num_requests` requests of any length."""
+        return workspace_size(self.problem, num_requests, self.sm_count)
+
+    def schedule(self, seq_lens: torch.Tensor, schedule: torch.Tensor) -> None:
+        """Plans a step on the device: one small launch on the current stream.
+
+        Args:
+            seq_lens: [requests] int32, keys of each request, >= 0.
+            schedule: a buffer of `empty_schedule`, overwritten.
+        """
+        self._check_seq_lens(seq_lens)
+        self._check_schedule(schedule)
+        if seq_lens.shape[0]:
+            self._kernels.schedule(seq_lens, schedule, self.num_ranges)
+
+    def run(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        schedule: torch.Tensor,
+        workspace: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor | None = None,
+        max_seq_len: int | None = None,
+    ) -> None:
+        """Attention of one layer: forward and merge on the current stream.
+
+        Args:
+            q: [requests, heads, 576] bf16, or the pair [requests, heads, 512], [requests, heads, 64]. Any strides that are multiples of
+                16 bytes; the last dimension dense.
+            kv_cache: [pages, page_size, 576] bf16, rows dense; any page stride that is a multiple of 16 bytes.
+            block_table: [requests, width] int32. Columns past ceil(seq_len / page_size) are never read.
+            seq_lens: [requests] int32; the lengths that `schedule` was computed from.
+            schedule: buffer that `schedule` filled on this stream, or an earlier one that this stream waited for.
+            workspace: uint8, at least `workspace_size(requests).total_bytes`, aligned to 256 bytes. Contents need not be kept between calls.
+            out: [requests, heads, 512] bf16, written whole: 0 for a request without keys. Any strides as for q.
+            scale: softmax scale.
+            lse: [requests, heads] fp32, contiguous: natural-log LSE, -inf for a request without keys. Given exactly if the problem returns it.
+            max_seq_len: largest length that the host knows of; where given, the block table must be wide enough for it.
+
+        Raises:
+            ValueError: an argument that the kernels were not prepared for, before anything is launched.
+        """
+        q_nope, q_rope = q if isinstance(q, tuple) else self._split_query(q)
+        self._check_seq_lens(seq_lens)
+        self._check_schedule(schedule)
+        requests = seq_lens.shape[0]
+        self._check_rows("q_nope", q_nope, requests, HEAD_DIM_V)
+        self._check_rows("q_rope", q_rope, requests, HEAD_DIM_QK - HEAD_DIM_V)
+        self._check_rows("out", out, requests, HEAD_DIM_V)
+        self._check_cache(kv_cache)
+        self._check_table(block_table, requests, max_seq_len)
+        self._check_lse(lse, requests)
+        out_partial, lse_partial = self._partials(workspace, requests)
+        if requests == 0:
+            return
+        self._kernels.forward(
+            _tma_view(kv_cache), _tma_view(q_nope), _tma_view(q_rope), block_table, seq_lens, schedule, _tma_view(out), lse,
+            out_partial, lse_partial, scale * LOG2_E, self.num_ranges,
+        )  # fmt: skip
+        self._kernels.merge(out_partial, lse_partial, schedule, _tma_view(out), lse, self.num_ranges, self.sm_count)
+
+    def _load(self) -> None:
+        """Launches everything once on an empty request, so that no module is loaded during capture or serving."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        heads, page_size = self.problem.num_heads, self.problem.page_size
+        seq_lens, schedule = zeros(1, dtype=torch.int32), self.empty_schedule()
+        self.schedule(seq_lens, schedule)
+        self.run(
+            zeros(1, heads, HEAD_DIM_QK),
+            zeros(1, page_size, HEAD_DIM_QK),
+            zeros(1, 1, dtype=torch.int32),
+            seq_lens,
+            schedule=schedule,
+            workspace=zeros(self.workspace_size(1).total_bytes, dtype=torch.uint8),
+            out=zeros(1, heads, HEAD_DIM_V),
+            scale=1.0,
+            lse=zeros(1, heads, dtype=torch.float32) if self.problem.return_lse else None,
+        )
+
+    def _split_query(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if q.dim() != 3 or q.shape[2] != HEAD_DIM_QK:
+            raise ValueError(f"q must be [requests, heads, {HEAD_DIM_QK}] or a pair of 512 and 64 columns, got {tuple(q.shape)}")
+        return q[..., :HEAD_DIM_V], q[..., HEAD_DIM_V:]
+
+    def _check_device(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
+        if tensor.device != self.device:
+            raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
+
+    def _check_seq_lens(self, seq_lens: torch.Tensor) -> None:
+        self._check_device("seq_lens", seq_lens, torch.int32)
+        if seq_lens.dim() != 1 or not seq_lens.is_contiguous():
+            raise ValueError(f"seq_lens must be contiguous [requests], got shape {tuple(seq_lens.shape)}, strides {seq_lens.stride()}")
+        if seq_lens.shape[0] > self.max_requests:
+            raise ValueError(f"seq_lens holds {seq_lens.shape[0]} requests, the decoder was prepared for at most {self.max_requests}")
+
+    def _check_schedule(self, schedule: torch.Tensor) -> None:
+        self._check_device("schedule", schedule, torch.int32)
+        words = schedule_words(self.num_ranges)
+        if schedule.dim() != 1 or schedule.shape[0] != words or not schedule.is_contiguous() or schedule.data_ptr() % TMA_ALIGNMENT:
+            raise ValueError(f"schedule must be a buffer of empty_schedule() ({words} words), got shape {tuple(schedule.shape)}")
+
+    def _check_rows(self, name: str, tensor: torch.Tensor, requests: int, columns: int) -> None:
+        self._check_device(name, tensor, torch.bfloat16)
+        shape = (requests, self.problem.num_heads, columns)
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
+        _check_alignment(name, tensor)
+
+    def _check_cache(self, kv_cache: torch.Tensor) -> None:
+        self._check_device("kv_cache", kv_cache, self.problem.kv_dtype)
+        page_size = self.problem.page_size
+        if kv_cache.dim() != 3 or kv_cache.shape[0] < 1 or kv_cache.shape[1:] != (page_size, HEAD_DIM_QK):
+            raise ValueError(f"kv_cache must be [pages, {page_size}, {HEAD_DIM_QK}] with at least one page, got {tuple(kv_cache.shape)}")
+        if kv_cache.stride(1) != HEAD_DIM_QK:
+            raise ValueError(f"kv_cache must have dense rows (stride {HEAD_DIM_QK}) within a page, got stride {kv_cache.stride(1)}")
+        _check_alignment("kv_cache", kv_cache)
+
+    def _check_table(self, block_table: torch.Tensor, requests: int, max_seq_len: int | None) -> None:
+        self._check_device("block_table", block_table, torch.int32)
+        if block_table.dim() != 2 or block_table.shape[0] < requests or (block_table.shape[1] > 1 and block_table.stride(1) != 1):
+            raise ValueError(
+                f"block_table must be [{requests}, width] with dense rows, got shape {tuple(block_table.shape)}, strides {block_table.stride()}"
+            )
+        keys = block_table.shape[1] * self.problem.page_size
+        if max_seq_len is not None and max_seq_len > keys:
+            raise ValueError(
+                f"block_table has {block_table.shape[1]} pages of {self.problem.page_size} keys ({keys}), too few for max_seq_len {max_seq_len}"
+            )
+
+    def _check_lse(self, lse: torch.Tensor | None, requests: int) -> None:
+        if (lse is not None) != self.problem.return_lse:
+            given = "given" if lse is not None else "missing"
+            raise ValueError(f"lse must be given exactly if the problem has return_lse, got return_lse={self.problem.return_lse} and lse {given}")
+        if lse is None:
+            return
+        self._check_device("lse", lse, torch.float32)
+        shape = (requests, self.problem.num_heads)
+        if lse.shape != shape or not lse.is_contiguous():
+            raise ValueError(f"lse must be contiguous {shape}, got shape {tuple(lse.shape)}, strides {lse.stride()}")
+
+    def _partials(self, workspace: torch.Tensor, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_device("workspace", workspace, torch.uint8)
+        needed = self.workspace_size(requests).total_bytes
+        if workspace.dim() != 1 or workspace.numel() < needed or not workspace.is_contiguous() or workspace.data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"workspace must be contiguous uint8 of at least {needed} bytes for {requests} requests, aligned to {ALIGNMENT}, "
+                f"got shape {tuple(workspace.shape)} at an address {workspace.data_ptr() % ALIGNMENT} past a multiple"
+            )
+        return workspace_views(self.problem, workspace, max_slots(requests, self.num_ranges))
+
+
+def _check_alignment(name: str, tensor: torch.Tensor) -> None:
+    unit = TMA_ALIGNMENT // tensor.element_size()
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must be dense in its last dimension, got strides {tensor.stride()}")
+    if any(size > 1 and stride % unit for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)):
+        raise ValueError(f"{name} must have strides that are multiples of {TMA_ALIGNMENT} bytes ({unit} elements), got {tensor.stride()}")
+    if tensor.data_ptr() % TMA_ALIGNMENT:
+        raise ValueError(f"{name} must start at a multiple of {TMA_ALIGNMENT} bytes, got an address {tensor.data_ptr() % TMA_ALIGNMENT} past one")
+
+
+def _tma_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor; where a dimension of size 1 has a stride that no tensor map takes, with another one (it is never walked)."""
+    unit = TMA_ALIGNMENT // tensor.element_size()
+    strides = tensor.stride()
+    if all(stride % unit == 0 for stride in strides[:-1]):
+        return tensor
+    fixed = [stride if stride % unit == 0 else unit * tensor.shape[-1] for stride in strides[:-1]]
+    return tensor.as_strided(tensor.shape, (*fixed, 1))

@@ -1,0 +1,699 @@
+"""Hopper forward: swap-AB WGMMA over page-aligned tiles of 64 keys, one contiguous range of the schedule's line per CTA.
+
+    S^T[64 keys, N] = K[64, 576] Q[N, 576]^T        A = the K tile, K-major in shared memory
+    O^T[512, N]     = V^T[512, 64] P[N, 64]^T       A = the first 512 columns of the same tile, read MN-major: no copy, no transpose
+
+N = query rows of the CTA, a multiple of 8, so that 12 heads cost 16 columns of the tensor core and not 64 rows.
+
+One warp loads K tiles by TMA, one loads Q; two consumer warpgroups own 256 value columns each. Up to 32 rows, the warpgroups split the
+score product by columns of K and add the halves through shared memory; above, they split it by rows and share P.
+
+A request that lies in one range goes straight to `out` (and natural-log `lse`); a piece of a split one goes to its partial slot,
+normalised by its own sum, with a base-2 LSE. A request without keys gets out 0 and LSE -inf.
+"""
+
+import math
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from . import softmax
+from .named_barrier import NamedBarrierSm90
+from .paged_kv import PageTiling
+from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
+from .schedule import HEADER_WORDS, NO_SLOT, RANGE_WORDS
+from .special_register import pinned_lane_index
+from .torch_types import cutlass_dtype
+
+CHUNK = 64  # columns of K that one barrier and one swizzled TMA box cover: 128 bytes
+CHUNKS = HEAD_DIM_QK // CHUNK
+K_STAGES = 2  # 72 KiB each
+CONSUMERS = 2  # warpgroups
+VALUE_COLUMNS = HEAD_DIM_V // CONSUMERS
+THREADS = 128 * (CONSUMERS + 1)
+SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may have on compute capability 9.0
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 65,536 / 384 = 168 at launch
+LN2 = math.log(2.0)
+
+
+def k_major(rows: int, columns: int, stages: int | None = None) -> Any:
+    """Shared-memory layout of a K-major operand in 128-byte swizzled blocks, as TMA boxes of 64 columns write it."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+    if stages is None:
+        return cute.tile_to_shape(atom, (rows, columns), (0, 1))
+    return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))
+
+
+def mn_major(rows: int, atom_rows: int, copies: int) -> Any:
+    """Shared-memory layout of P, [rows, 64 keys, copies] with rows contiguous; the swizzle atom must divide `atom_rows`."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32, 8: kinds.MN_INTER}[math.gcd(atom_rows, 64)]
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, BFloat16), (rows, TILE_KEYS, copies), (1, 0, 2))
+
+
+def transposed(tensor: Any) -> Any:
+    """View of a two-dimensional tensor with its modes swapped."""
+    return cute.composition(tensor, cute.make_ordered_layout((tensor.shape[1], tensor.shape[0]), order=(1, 0)))
+
+
+class ForwardSm90:
+    """The forward kernel of one problem. Construction takes compile-time facts only."""
+
+    def __init__(self, problem: DecodeProblem):
+        self.rows = problem.rows
+        self.tile_rows = problem.tile_rows
+        self.row_tiles = problem.row_tiles
+        self.tiling = PageTiling(problem.page_size)
+        self.partial_dtype = cutlass_dtype(problem.partial_dtype)
+        self.return_lse = problem.return_lse
+        # Split by rows, P must be whole before either warpgroup may use it; split by columns, each has its own copy of everything.
+        self.split_rows = self.tile_rows > 32
+        self.score_rows = self.tile_rows // CONSUMERS if self.split_rows else self.tile_rows
+        self.p_copies = 1 if self.split_rows else CONSUMERS
+        self.q_stages = 2 if self.tile_rows <= 16 else 1
+        self.shared_memory_bytes = 0  # known once traced
+
+    @cute.jit
+    def __call__(
+        self,
+        mKV: cute.Tensor,
+        mQNope: cute.Tensor,
+        mQRope: cute.Tensor,
+        mTable: cute.Tensor,
+        mSeqLens: cute.Tensor,
+        mSchedule: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mOutPartial: cute.Tensor,
+        mLsePartial: cute.Tensor,
+        scale_log2: Float32,
+        num_ranges: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        # Step 1: tensor maps. A page is the middle mode, so a box never leaves it: rows past its end arrive as zeros.
+        box_keys = self.tiling.box_keys
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        gKV = cute.make_tensor(mKV.iterator, cute.select(mKV.layout, mode=[1, 2, 0]))
+        tma_kv, gKV = cpasync.make_tiled_tma_atom(load, gKV, k_major(box_keys, CHUNK), (box_keys, CHUNK))
+        gQN = cute.make_tensor(mQNope.iterator, cute.select(mQNope.layout, mode=[1, 2, 0]))
+        gQR = cute.make_tensor(mQRope.iterator, cute.select(mQRope.layout, mode=[1, 2, 0]))
+        q_box = (self.tile_rows, CHUNK)
+        tma_qn, gQN = cpasync.make_tiled_tma_atom(load, gQN, k_major(*q_box), q_box)
+        tma_qr, gQR = cpasync.make_tiled_tma_atom(load, gQR, k_major(*q_box), q_box)
+
+        # Step 2: matrix instructions. P is stored with its rows contiguous: both operands of the second product are MN-major.
+        def mma(rows: int, major: OperandMajorMode) -> cute.TiledMma:
+            shape, source = (TILE_KEYS, rows, 16), warpgroup.OperandSource.SMEM
+            return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(BFloat16, Float32, shape, source, major, major))
+
+        self.kernel(
+            (tma_kv, tma_qn, tma_qr),
+            (gKV, gQN, gQR),
+            mTable,
+            mSeqLens,
+            mSchedule,
+            mOut,
+            mLse,
+            mOutPartial,
+            mLsePartial,
+            scale_log2,
+            k_major(TILE_KEYS, HEAD_DIM_QK, K_STAGES),
+            k_major(self.tile_rows, HEAD_DIM_QK, self.q_stages),
+            mn_major(self.tile_rows, self.score_rows, self.p_copies),
+            mma(self.score_rows, OperandMajorMode.K),
+            mma(self.tile_rows, OperandMajorMode.MN),
+        ).launch(
+            # Row tiles of a range are neighbours, so they run side by side and the second reads the keys from L2.
+            grid=(self.row_tiles, num_ranges, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom],
+        gInputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        mTable: cute.Tensor,
+        mSeqLens: cute.Tensor,
+        mSchedule: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mOutPartial: cute.Tensor,
+        mLsePartial: cute.Tensor,
+        scale_log2: Float32,
+        lK: cute.ComposedLayout,
+        lQ: cute.ComposedLayout,
+        lP: cute.ComposedLayout,
+        mma_s: cute.TiledMma,
+        mma_o: cute.TiledMma,
+    ) -> None:
+        row_tile, range_index, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        # Step 1: shared memory and barriers.
+        @cute.struct
+        class Storage:
+            k_full: cute.struct.MemRange[Int64, K_STAGES * CHUNKS]
+            k_empty: cute.struct.MemRange[Int64, K_STAGES]
+            q_full: cute.struct.MemRange[Int64, self.q_stages]
+            q_empty: cute.struct.MemRange[Int64, self.q_stages]
+            warp_values: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMERS * 4 * self.score_rows], 16]
+            shared_rows: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_rows if self.split_rows else 1], 16]
+            K: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(lK)], 1024]
+            Q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(lQ)], 1024]
+            P: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(lP)], 1024]
+            S: cute.struct.Align[cute.struct.MemRange[Float32, 1 if self.split_rows else 4 * TILE_KEYS * self.tile_rows], 16]
+
+        self.shared_memory_bytes = Storage.size_in_bytes()
+        assert self.shared_memory_bytes <= SHARED_MEMORY_LIMIT, self.shared_memory_bytes
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        sK = storage.K.get_tensor(lK.outer, swizzle=lK.inner)
+        sQ = storage.Q.get_tensor(lQ.outer, swizzle=lQ.inner)
+        k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
+        q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
+        if warp_index == 0:
+            for i in cutlass.range_constexpr(3):
+                cpasync.prefetch_descriptor(tma[i])
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(K_STAGES * CHUNKS):
+                    cute.arch.mbarrier_init(k_full + i, 1)
+                for i in cutlass.range_constexpr(K_STAGES):
+                    cute.arch.mbarrier_init(k_empty + i, CONSUMERS * 4)
+                for i in cutlass.range_constexpr(self.q_stages):
+                    cute.arch.mbarrier_init(q_full + i, 1)
+                    cute.arch.mbarrier_init(q_empty + i, CONSUMERS * 4)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        # Step 2: wait for the kernel before, then let the merge queue up behind this one: it waits for our end by itself.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        # Step 3: this CTA's range of the line.
+        words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + range_index * RANGE_WORDS, cute.make_layout((6,)))
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == 0:
+                self.load_keys(tma[0], gInputs[0], mTable, mSeqLens, words, sK, k_full, k_empty)
+            if warp_index == 1:
+                self.load_queries(tma, gInputs, mSeqLens, words, sQ, q_full, q_empty, row_tile)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.consume(storage, lP, sK, sQ, mma_s, mma_o, mSeqLens, words, mOut, mLse, mOutPartial, mLsePartial, scale_log2, row_tile)
+
+    @cute.jit
+    def tile_span(self, words: cute.Tensor, request: Int32, mSeqLens: cute.Tensor) -> tuple[Int32, Int32]:
+        """First and end tile of this CTA's piece of a request."""
+        begin = words[1] if request == words[0] else Int32(0)
+        end = words[3]
+        if request != words[2]:
+            end = self.tiling.num_tiles(mSeqLens[request])
+        return begin, end
+
+    @cute.jit
+    def load_keys(
+        self,
+        tma: cute.CopyAtom,
+        gKV: cute.Tensor,
+        mTable: cute.Tensor,
+        mSeqLens: cute.Tensor,
+        words: cute.Tensor,
+        sK: cute.Tensor,
+        k_full: cute.Pointer,
+        k_empty: cute.Pointer,
+    ) -> None:
+        """Producer of K: each 64-column chunk of a stage has its own barrier, so that the scores can follow the arrival."""
+        tiling = self.tiling
+        boxes = tiling.pages_per_tile
+        box = (tiling.box_keys, CHUNK)
+        sBoxes = cute.group_modes(cute.flat_divide(sK, box), 0, 2)
+        gBoxes = cute.group_modes(cute.local_tile(gKV, box, (None, None, None)), 0, 2)
+        tKsK, tKgK = cpasync.tma_partition(tma, 0, cute.make_layout(1), sBoxes, gBoxes)
+        num_pages = cute.size(gKV, mode=[2])
+        stage, phase = Int32(0), Int32(1)  # a fresh barrier lets a wait for parity 1 pass
+        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
+            begin, end = self.tile_span(words, request, mSeqLens)
+            for tile in cutlass.range(begin, end, unroll=1):
+                cute.arch.mbarrier_wait(k_empty + stage, phase)
+                if cutlass.const_expr(boxes == 1):
+                    page, part = mTable[request, tile // tiling.tiles_per_page], tile % tiling.tiles_per_page
+                    for chunk in cutlass.range_constexpr(CHUNKS):
+                        barrier = k_full + stage * CHUNKS + chunk
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(barrier, TILE_KEYS * CHUNK * 2)
+                        cute.copy(tma, tKgK[None, part, chunk, page], tKsK[None, 0, chunk, stage], tma_bar_ptr=barrier)
+                else:
+                    self.load_small_pages(tma, mTable, mSeqLens[request], request, tile, num_pages, stage, k_full, tKsK, tKgK)
+                wrap = stage + 1 == K_STAGES
+                stage = Int32(0) if wrap else stage + 1
+                phase = phase ^ 1 if wrap else phase
+
+    @cute.jit
+    def load_small_pages(
+        self,
+        tma: cute.CopyAtom,
+        mTable: cute.Tensor,
+        seq_len: Int32,
+        request: Int32,
+        tile: Int32,
+        num_pages: Int32,
+        stage: Int32,
+        k_full: cute.Pointer,
+        tKsK: cute.Tensor,
+        tKgK: cute.Tensor,
+    ) -> None:
+        """A tile of several pages. The table is not read past the last key: those boxes aim past the last page and arrive as zeros."""
+        boxes = self.tiling.pages_per_tile
+        # Rolled loops: 36 unrolled copies spill the producer's registers.
+        for chunk in cutlass.range(CHUNKS, unroll=1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage * CHUNKS + chunk, TILE_KEYS * CHUNK * 2)
+        for box in cutlass.range(boxes, unroll=1):
+            page = num_pages
+            if tile * TILE_KEYS + box * self.tiling.box_keys < seq_len:
+                page = mTable[request, tile * boxes + box]
+            for chunk in cutlass.range(CHUNKS, unroll=1):
+                barrier = k_full + stage * CHUNKS + chunk
+                cute.copy(tma, tKgK[None, 0, chunk, page], tKsK[None, box, chunk, stage], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def load_queries(
+        self,
+        tma: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom],
+        gInputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        mSeqLens: cute.Tensor,
+        words: cute.Tensor,
+        sQ: cute.Tensor,
+        q_full: cute.Pointer,
+        q_empty: cute.Pointer,
+        row_tile: Int32,
+    ) -> None:
+        """Producer of Q, a warp of its own: behind K in the same warp, Q would wait for the block table. Rows past the last head arrive as zeros."""
+        box = (self.tile_rows, CHUNK)
+        sBoxes = cute.group_modes(cute.flat_divide(sQ, box), 0, 2)
+        gNope = cute.group_modes(cute.local_tile(gInputs[1], box, (None, None, None)), 0, 2)
+        gRope = cute.group_modes(cute.local_tile(gInputs[2], box, (None, None, None)), 0, 2)
+        tQsQ, tQgN = cpasync.tma_partition(tma[1], 0, cute.make_layout(1), sBoxes, gNope)
+        _, tQgR = cpasync.tma_partition(tma[2], 0, cute.make_layout(1), sBoxes, gRope)
+        stage, phase = Int32(0), Int32(1)
+        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
+            begin, end = self.tile_span(words, request, mSeqLens)
+            if begin < end:
+                cute.arch.mbarrier_wait(q_empty + stage, phase)
+                barrier = q_full + stage
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile_rows * HEAD_DIM_QK * 2)
+                for chunk in cutlass.range_constexpr(CHUNKS - 1):
+                    cute.copy(tma[1], tQgN[None, row_tile, chunk, request], tQsQ[None, 0, chunk, stage], tma_bar_ptr=barrier)
+                cute.copy(tma[2], tQgR[None, row_tile, 0, request], tQsQ[None, 0, CHUNKS - 1, stage], tma_bar_ptr=barrier)
+                wrap = stage + 1 == self.q_stages
+                stage = Int32(0) if wrap else stage + 1
+                phase = phase ^ 1 if wrap else phase
+
+    @cute.jit
+    def consume(
+        self,
+        storage: cutlass.Constexpr,
+        lP: cute.ComposedLayout,
+        sK: cute.Tensor,
+        sQ: cute.Tensor,
+        mma_s: cute.TiledMma,
+        mma_o: cute.TiledMma,
+        mSeqLens: cute.Tensor,
+        words: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mOutPartial: cute.Tensor,
+        mLsePartial: cute.Tensor,
+        scale_log2: Float32,
+        row_tile: Int32,
+    ) -> None:
+        """One consumer warpgroup: scores, softmax and 256 value columns of every tile of the range."""
+        thread = cute.arch.thread_idx()[0] % 128
+        lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(thread // 32)
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
+
+        # Step 1: shared-memory views.
+        sPAll = storage.P.get_tensor(lP.outer, swizzle=lP.inner)
+        if cutlass.const_expr(self.split_rows):
+            sP = sPAll[None, None, 0]
+            sPMine = cute.flat_divide(sP, (self.score_rows, TILE_KEYS))[None, None, group, 0]
+        else:
+            sP = sPAll[None, None, group]
+            sPMine = sP
+        warp_values = cute.make_tensor(
+            storage.warp_values.data_ptr() + group * (4 * self.score_rows), cute.make_layout((4, self.score_rows), stride=(self.score_rows, 1))
+        )
+
+        # Step 2: operands. Scores by columns: of every 64 columns this warpgroup multiplies 32; by rows: all columns, half of Q's rows.
+        thr_s, thr_o = mma_s.get_slice(thread), mma_o.get_slice(thread)
+        tSrK = thr_s.make_fragment_A(thr_s.partition_A(cute.flat_divide(sK, (TILE_KEYS, CHUNK))))  # (MMA, 1, 4, 1, 9, stage)
+        sQMine = cute.flat_divide(sQ, (self.score_rows, CHUNK))
+        sQMine = sQMine[None, None, group if self.split_rows else 0, None, None]
+        tSrQ = thr_s.make_fragment_B(thr_s.partition_B(sQMine))  # (MMA, 1, 4, 9, stage)
+        sV = cute.composition(sK, cute.make_ordered_layout((HEAD_DIM_QK, TILE_KEYS, K_STAGES), order=(1, 0, 2)))
+        sV = cute.local_tile(sV, (VALUE_COLUMNS, TILE_KEYS), (group, 0, None))
+        tOrV = thr_o.make_fragment_A(thr_o.partition_A(sV))
+        tOrP = thr_o.make_fragment_B(thr_o.partition_B(sP))
+        acc_o = cute.make_rmem_tensor(mma_o.partition_shape_C((VALUE_COLUMNS, self.tile_rows)), Float32)
+        rO = softmax.accumulator_view(acc_o, self.tile_rows // 8, VALUE_COLUMNS // 64)
+        store_p = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 2 if self.score_rows % 16 else 4), BFloat16)
+        store_p = cute.make_tiled_copy_C(store_p, mma_s).get_slice(thread)
+        tPsP = store_p.partition_D(transposed(sPMine))
+        first_key = warp_index * 16 + lane // 4
+
+        # Step 3: row statistics, one per score row that this thread sees.
+        shape = (2, self.score_rows // 8)
+        row_max, row_sum, factor = (cute.make_rmem_tensor(shape, Float32) for _ in range(3))
+
+        # Step 4: the requests of the range.
+        stage, phase, q_stage, q_phase, exchange = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
+            seq_len = mSeqLens[request]
+            begin, end = self.tile_span(words, request, mSeqLens)
+            slot = Int32(NO_SLOT)
+            if request == words[2]:
+                slot = words[5]
+            if request == words[0]:
+                slot = words[4]
+            end = end if seq_len > 0 else begin
+            row_max.fill(-Float32.inf)
+            row_sum.fill(0.0)
+            acc_o.fill(0.0)
+            if begin < end:
+                cute.arch.mbarrier_wait(storage.q_full.data_ptr() + q_stage, q_phase)
+            for tile in cutlass.range(begin, end, unroll=1):
+                acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((TILE_KEYS, self.score_rows)), Float32)
+                rS = softmax.accumulator_view(acc_s, self.score_rows // 8)
+                self.scores(storage, mma_s, acc_s, tSrK, tSrQ, stage, phase, q_stage, exchange, group, thread)
+                keys = seq_len - self.tiling.first_key(tile)  # of this request, from the tile's first key on
+                self.probabilities(storage, rS, row_max, row_sum, factor, warp_values, first_key, keys, tile, scale_log2, group, warp_index, lane)
+                rP = cute.make_rmem_tensor(acc_s.shape, BFloat16)
+                rP.store(acc_s.load().to(BFloat16))
+                cute.copy(store_p, store_p.retile(rP), tPsP)
+                if keys < TILE_KEYS:
+                    self.clear_values(sK, cutlass.max(keys, 0), stage, group, thread)
+                self.share_factor(storage, rO, factor, group, warp_index, lane)
+                self.accumulate(mma_o, acc_o, tOrV, tOrP, stage)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(storage.k_empty.data_ptr() + stage)
+                wrap = stage + 1 == K_STAGES
+                stage = Int32(0) if wrap else stage + 1
+                phase = phase ^ 1 if wrap else phase
+                exchange = exchange ^ 1
+            if begin < end:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + q_stage)
+                q_wrap = q_stage + 1 == self.q_stages
+                q_stage = Int32(0) if q_wrap else q_stage + 1
+                q_phase = q_phase ^ 1 if q_wrap else q_phase
+            self.finish(
+                storage, rO, row_max, row_sum, factor, warp_values, mOut, mLse, mOutPartial, mLsePartial, request, slot, row_tile, group, warp_index, lane
+            )
+
+    @cute.jit
+    def scores(
+        self,
+        storage: cutlass.Constexpr,
+        mma_s: cute.TiledMma,
+        acc_s: cute.Tensor,
+        tSrK: cute.Tensor,
+        tSrQ: cute.Tensor,
+        stage: Int32,
+        phase: Int32,
+        q_stage: Int32,
+        exchange: Int32,
+        group: Int32,
+        thread: Int32,
+    ) -> None:
+        """acc_s = K Q^T for this warpgroup's rows, following the chunks of the tile as they arrive."""
+        atom = cute.make_mma_atom(mma_s.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        k_blocks = 4 if self.split_rows else 4 // CONSUMERS
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            cute.arch.mbarrier_wait(storage.k_full.data_ptr() + stage * CHUNKS + chunk, phase)
+            if cutlass.const_expr(chunk == 0):
+                warpgroup.fence()
+            for i in cutlass.range_constexpr(k_blocks):
+                block = i if cutlass.const_expr(self.split_rows) else group * k_blocks + i
+                cute.gemm(atom, acc_s, tSrK[None, None, block, 0, chunk, stage], tSrQ[None, None, block, chunk, q_stage], acc_s)
+                atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(not self.split_rows):
+            self.add_halves(storage, acc_s, exchange, group, thread)
+
+    @cute.jit
+    def add_halves(self, storage: cutlass.Constexpr, acc_s: cute.Tensor, exchange: Int32, group: Int32, thread: Int32) -> None:
+        """Adds the other warpgroup's half of the score product. Two buffers in turn: a warpgroup may still read the last tile's."""
+        quads = self.tile_rows // 8
+        sS = cute.make_tensor(
+            storage.S.data_ptr(), cute.make_layout((4, 128, quads, CONSUMERS, 2), stride=(1, 4, 512, 512 * quads, 1024 * quads))
+        )
+        quad = cute.make_rmem_tensor((4,), Float32)
+        for block in cutlass.range_constexpr(quads):
+            for i in cutlass.range_constexpr(4):
+                quad[i] = acc_s[4 * block + i]
+            cute.autovec_copy(quad, sS[None, thread, block, group, exchange])
+        cute.arch.barrier(barrier_id=NamedBarrierSm90.CONSUMERS, number_of_threads=128 * CONSUMERS)
+        for block in cutlass.range_constexpr(quads):
+            cute.autovec_copy(sS[None, thread, block, 1 - group, exchange], quad)
+            for i in cutlass.range_constexpr(4):
+                acc_s[4 * block + i] = acc_s[4 * block + i] + quad[i]
+
+    @cute.jit
+    def sync(self, group: Int32) -> None:
+        """Barrier of those that share the row statistics: both warpgroups where they split the rows, this one alone otherwise."""
+        if cutlass.const_expr(self.split_rows):
+            cute.arch.barrier(barrier_id=NamedBarrierSm90.CONSUMERS, number_of_threads=128 * CONSUMERS)
+        else:
+            cute.arch.barrier(barrier_id=NamedBarrierSm90.WARPGROUP_0 + group, number_of_threads=128)
+
+    @cute.jit
+    def probabilities(
+        self,
+        storage: cutlass.Constexpr,
+        rS: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        factor: cute.Tensor,
+        warp_values: cute.Tensor,
+        first_key: Int32,
+        keys: Int32,
+        tile: Int32,
+        scale_log2: Float32,
+        group: Int32,
+        warp_index: Int32,
+        lane: Int32,
+    ) -> None:
+        """Scores to probabilities; where rows are split, also this warpgroup's factors for the other one."""
+        visible = keys
+        if cutlass.const_expr(self.tiling.page_size % TILE_KEYS != 0 and self.tiling.pages_per_tile == 1):
+            part = tile % self.tiling.tiles_per_page
+            visible = cutlass.min(keys, self.tiling.page_size - part * TILE_KEYS)
+        softmax.scale_and_mask(rS, first_key, visible, scale_log2)
+        softmax.publish_max(rS, warp_values, warp_index, lane)
+        # Where rows are split this also says that both warpgroups are done with the last tile's P.
+        self.sync(group)
+        softmax.update(rS, row_max, row_sum, factor, warp_values, lane)
+        if cutlass.const_expr(self.split_rows):
+            if warp_index == 0:
+                self.publish_rows(storage, factor, group, lane)
+
+    @cute.jit
+    def publish_rows(self, storage: cutlass.Constexpr, values: cute.Tensor, group: Int32, lane: Int32) -> None:
+        """This warpgroup's value of each of its score rows, for all threads."""
+        shared = cute.make_tensor(storage.shared_rows.data_ptr(), cute.make_layout((self.tile_rows,)))
+        if lane < 4:
+            for block in cutlass.range_constexpr(self.score_rows // 8):
+                for parity in cutlass.range_constexpr(2):
+                    shared[group * self.score_rows + block * 8 + lane * 2 + parity] = values[parity, block]
+
+    @cute.jit
+    def share_factor(
+        self, storage: cutlass.Constexpr, rO: cute.Tensor, factor: cute.Tensor, group: Int32, warp_index: Int32, lane: Int32
+    ) -> None:
+        """Scales the output so far to the new maxima, and makes P (and cleared values) visible to the tensor cores."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if cutlass.const_expr(self.split_rows):
+            self.sync(group)
+            self.scale_by_shared(storage, rO, lane)
+        else:
+            self.scale_rows(rO, factor)
+            self.sync(group)
+
+    @cute.jit
+    def scale_rows(self, rO: cute.Tensor, factor: cute.Tensor) -> None:
+        for m_tile in cutlass.range_constexpr(VALUE_COLUMNS // 64):
+            for block in cutlass.range_constexpr(self.tile_rows // 8):
+                for half in cutlass.range_constexpr(2):
+                    for parity in cutlass.range_constexpr(2):
+                        rO[parity, half, block, m_tile] = rO[parity, half, block, m_tile] * factor[parity, block]
+
+    @cute.jit
+    def scale_by_shared(self, storage: cutlass.Constexpr, rO: cute.Tensor, lane: Int32) -> None:
+        factor = cute.make_rmem_tensor((2, self.tile_rows // 8), Float32)
+        shared = cute.make_tensor(storage.shared_rows.data_ptr(), cute.make_layout((self.tile_rows,)))
+        for block in cutlass.range_constexpr(self.tile_rows // 8):
+            for parity in cutlass.range_constexpr(2):
+                factor[parity, block] = shared[block * 8 + (lane % 4) * 2 + parity]
+        self.scale_rows(rO, factor)
+
+    @cute.jit
+    def clear_values(self, sK: cute.Tensor, keys: Int32, stage: Int32, group: Int32, thread: Int32) -> None:
+        """Zeros the values of the keys past the end of the request: a probability of 0 times a NaN of a reused page is NaN.
+
+        The other warpgroup may still read these keys for its scores; it masks them.
+        """
+        vectors = cute.tiled_divide(sK, (1, 8))  # ((1, 8), 64, 72, stages)
+        zeros = cute.make_rmem_tensor(((1, 8),), BFloat16)
+        zeros.fill(0.0)
+        store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=128)
+        column = group * (VALUE_COLUMNS // 8) + thread % 32
+        for key in cutlass.range(keys + thread // 32, TILE_KEYS, 4, unroll=1):
+            cute.copy(store, zeros, vectors[None, key, column, stage])
+
+    @cute.jit
+    def accumulate(self, mma_o: cute.TiledMma, acc_o: cute.Tensor, tOrV: cute.Tensor, tOrP: cute.Tensor, stage: Int32) -> None:
+        """acc_o += V^T P^T."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma_o.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        for block in cutlass.range_constexpr(TILE_KEYS // 16):
+            cute.gemm(atom, acc_o, tOrV[None, None, block, stage], tOrP[None, None, block], acc_o)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def finish(
+        self,
+        storage: cutlass.Constexpr,
+        rO: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        inverse: cute.Tensor,
+        warp_values: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mOutPartial: cute.Tensor,
+        mLsePartial: cute.Tensor,
+        request: Int32,
+        slot: Int32,
+        row_tile: Int32,
+        group: Int32,
+        warp_index: Int32,
+        lane: Int32,
+    ) -> None:
+        """Normalises the request's rows and writes them: to `out` where the request is whole, else to its partial slot."""
+        # Step 1: sums over the warps, and 1 / sum. A row without keys has sum 0: output 0, LSE -inf.
+        self.sync(group)
+        softmax.publish_sum(row_sum, warp_values, warp_index, lane)
+        self.sync(group)
+        softmax.collect_sum(row_sum, warp_values, lane)
+        for block in cutlass.range_constexpr(self.score_rows // 8):
+            for parity in cutlass.range_constexpr(2):
+                total = row_sum[parity, block]
+                inverse[parity, block] = 1.0 / total if total > 0.0 else Float32(0.0)
+        if cutlass.const_expr(self.split_rows):
+            if warp_index == 0:
+                self.publish_rows(storage, inverse, group, lane)
+            self.sync(group)
+            self.scale_by_shared(storage, rO, lane)
+        else:
+            self.scale_rows(rO, inverse)
+
+        # Step 2: store. With a lane that can be hoisted, the addresses of all stores live across the loop over the tiles and spill.
+        lane = pinned_lane_index()
+        row0 = row_tile * self.tile_rows
+        if slot == NO_SLOT:
+            self.store_rows(rO, mOut[request, None, None], row0, group, warp_index, lane)
+        else:
+            self.store_rows(rO, mOutPartial[slot, None, None], row0, group, warp_index, lane)
+        owns_lse = warp_index == 0 if self.split_rows else warp_index + 4 * group == 0
+        if owns_lse:
+            if lane < 4:
+                score_row0 = row0 + group * self.score_rows if cutlass.const_expr(self.split_rows) else row0
+                self.store_lse(row_max, row_sum, mLse, mLsePartial, request, slot, score_row0, lane)
+
+    @cute.jit
+    def store_rows(self, rO: cute.Tensor, gO: cute.Tensor, row0: Int32, group: Int32, warp_index: Int32, lane: Int32) -> None:
+        """O^T registers to gO [rows, 512], two neighbouring columns a store.
+
+        A thread holds two rows of one column; its neighbour in g holds the same rows of the next column. They swap one value, and then
+        each holds one row of both columns.
+        """
+        even = (lane // 4) % 2 == 0
+        gPairs = cute.tiled_divide(gO, (1, 2))  # ((1, 2), rows, 256)
+        store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), gO.element_type, num_bits_per_copy=2 * gO.element_type.width)
+        for m_tile in cutlass.range_constexpr(VALUE_COLUMNS // 64):
+            for block in cutlass.range_constexpr(self.tile_rows // 8):
+                for half in cutlass.range_constexpr(2):
+                    row_a, row_b = rO[0, half, block, m_tile], rO[1, half, block, m_tile]
+                    mine = row_a if even else row_b
+                    given = row_b if even else row_a
+                    taken = cute.arch.shuffle_sync_bfly(given, offset=4)
+                    pair = cute.make_rmem_tensor(((1, 2),), gO.element_type)
+                    pair[0] = (mine if even else taken).to(gO.element_type)
+                    pair[1] = (taken if even else mine).to(gO.element_type)
+                    row = row0 + block * 8 + (lane % 4) * 2 + (0 if even else 1)
+                    column_pair = (group * VALUE_COLUMNS + m_tile * 64 + warp_index * 16 + half * 8) // 2 + lane // 8
+                    if row < self.rows:
+                        cute.copy(store, pair, gPairs[None, row, column_pair])
+
+    @cute.jit
+    def store_lse(
+        self,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mLsePartial: cute.Tensor,
+        request: Int32,
+        slot: Int32,
+        row0: Int32,
+        lane: Int32,
+    ) -> None:
+        """Base-2 LSE to the partial slot, natural-log LSE to the caller."""
+        for block in cutlass.range_constexpr(self.score_rows // 8):
+            for parity in cutlass.range_constexpr(2):
+                row = row0 + block * 8 + lane * 2 + parity
+                lse = row_max[parity, block] + cute.math.log2(row_sum[parity, block], fastmath=True)
+                if row < self.rows:
+                    if slot != NO_SLOT:
+                        mLsePartial[slot, row] = lse
+                    elif cutlass.const_expr(self.return_lse):
+                        mLse[request, row] = lse * LN2
+
+
+def fake_arguments(problem: DecodeProblem) -> tuple[Any, ...]:
+    """Arguments for `cute.compile`: what is static (heads, page size, dtypes), what varies (counts, strides) and what is aligned."""
+    heads, page_size = problem.num_heads, problem.page_size
+
+    def stride() -> Any:
+        return cute.sym_int64(divisibility=8)  # 16 bytes: TMA's unit
+
+    def rows(columns: int) -> Any:
+        return make_fake_tensor(BFloat16, (cute.sym_int(), heads, columns), (stride(), stride(), 1), assumed_align=16)
+
+    kv = make_fake_tensor(BFloat16, (cute.sym_int(), page_size, HEAD_DIM_QK), (stride(), HEAD_DIM_QK, 1), assumed_align=16)
+    table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
+    seq_lens = make_fake_tensor(Int32, (cute.sym_int(),), (1,))
+    schedule = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
+    lse = make_fake_tensor(Float32, (cute.sym_int(), heads), (heads, 1)) if problem.return_lse else None
+    slots = cute.sym_int()
+    out_partial = make_fake_tensor(
+        cutlass_dtype(problem.partial_dtype), (slots, problem.rows, HEAD_DIM_V), (problem.rows * HEAD_DIM_V, HEAD_DIM_V, 1), assumed_align=16
+    )
+    lse_partial = make_fake_tensor(Float32, (slots, problem.rows), (problem.rows, 1))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return (
+        kv, rows(HEAD_DIM_V), rows(HEAD_DIM_QK - HEAD_DIM_V), table, seq_lens, schedule, rows(HEAD_DIM_V), lse,
+        out_partial, lse_partial, Float32(1.0), Int32(1), stream,
+    )  # fmt: skip

@@ -1,0 +1,165 @@
+"""The schedule on the device: one CTA, once a step, from the lengths that the step has on the device.
+
+The arithmetic and its names are those of schedule.py, which says what the numbers mean; `schedule.plan` is the same in Python integers.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from .paged_kv import PageTiling
+from .problem import DecodeProblem
+from .schedule import FIXED_COST, HEADER_WORDS, MAX_REQUESTS, NO_SLOT, RANGE_WORDS, SPLIT_WORDS
+
+THREADS = 1024
+WARPS = THREADS // 32
+
+
+class ScheduleKernel:
+    """Writes the schedule buffer: [0] split requests, then RANGE_WORDS for each range, then SPLIT_WORDS for each split request."""
+
+    def __init__(self, problem: DecodeProblem):
+        self.tiling = PageTiling(problem.page_size)
+
+    @cute.jit
+    def __call__(self, mSeqLens: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32, stream: cuda.CUstream) -> None:
+        self.kernel(mSeqLens, mSchedule, num_ranges).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+
+    @cute.kernel
+    def kernel(self, mSeqLens: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32) -> None:
+        thread = cute.arch.thread_idx()[0]
+        requests = mSeqLens.shape[0]
+
+        @cute.struct
+        class Storage:
+            starts: cute.struct.MemRange[Int32, MAX_REQUESTS + 1]
+            splits_before: cute.struct.MemRange[Int32, MAX_REQUESTS]
+            warp_sums: cute.struct.MemRange[Int32, WARPS]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        sStarts = storage.starts.get_tensor(cute.make_layout((MAX_REQUESTS + 1,)))
+        sSplitsBefore = storage.splits_before.get_tensor(cute.make_layout((MAX_REQUESTS,)))
+        sWarpSums = storage.warp_sums.get_tensor(cute.make_layout((WARPS,)))
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        # Step 1: where each request starts on the line.
+        total = Int32(0)
+        for base in cutlass.range(0, requests, THREADS, unroll=1):
+            request = base + thread
+            units = Int32(0)
+            if request < requests:
+                tiles = self.tiling.num_tiles(mSeqLens[request])
+                units = tiles + FIXED_COST if tiles > 0 else Int32(1)
+            before, added = self.scan(units, sWarpSums, thread)
+            if request < requests:
+                sStarts[request] = total + before
+            total += added
+        if thread == 0:
+            sStarts[requests] = total
+        cute.arch.sync_threads()
+        quantum = cutlass.max((total + num_ranges - 1) // num_ranges, 1)
+
+        # Step 2: the split requests, numbered.
+        split_requests = Int32(0)
+        for base in cutlass.range(0, requests, THREADS, unroll=1):
+            request = base + thread
+            first_range, last_range = Int32(0), Int32(0)
+            if request < requests:
+                first_range = self.first_unit(sStarts, request) // quantum
+                last_range = (sStarts[request + 1] - 1) // quantum
+            before, added = self.scan(Int32(1) if first_range < last_range else Int32(0), sWarpSums, thread)
+            before += split_requests
+            if request < requests:
+                sSplitsBefore[request] = before
+            if first_range < last_range:
+                split = mSchedule.iterator + HEADER_WORDS + num_ranges * RANGE_WORDS + before * SPLIT_WORDS
+                words = cute.make_tensor(split, cute.make_layout((SPLIT_WORDS,)))
+                words[0] = request
+                words[1] = first_range + before
+                words[2] = last_range - first_range + 1
+            split_requests += added
+        if thread == 0:
+            mSchedule[0] = split_requests
+        cute.arch.sync_threads()
+
+        # Step 3: the ranges.
+        for index in cutlass.range(thread, num_ranges, THREADS, unroll=1):
+            self.write_range(mSchedule, sStarts, sSplitsBefore, requests, index, quantum)
+
+    @cute.jit
+    def first_unit(self, sStarts: cute.Tensor, request: Int32) -> Int32:
+        """Unit of a request's first tile; an empty request owns one unit and pays no fixed cost."""
+        start = sStarts[request]
+        return start + FIXED_COST if sStarts[request + 1] - start > 1 else start
+
+    @cute.jit
+    def request_at(self, sStarts: cute.Tensor, requests: Int32, unit: Int32) -> Int32:
+        """The request on whose stretch of the line a unit lies; `requests` for a unit past the end."""
+        low, high = Int32(0), requests  # starts[low] <= unit < starts[high + 1]
+        while low < high:
+            middle = (low + high + 1) // 2
+            below = sStarts[middle] <= unit
+            low = middle if below else low
+            high = high if below else middle - 1
+        return low
+
+    @cute.jit
+    def write_range(
+        self, mSchedule: cute.Tensor, sStarts: cute.Tensor, sSplitsBefore: cute.Tensor, requests: Int32, index: Int32, quantum: Int32
+    ) -> None:
+        words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
+        begin = index * quantum
+        end = cutlass.min(begin + quantum, sStarts[requests])
+        first, first_tile, last, end_tile = Int32(0), Int32(0), Int32(-1), Int32(0)
+        first_slot, last_slot = Int32(NO_SLOT), Int32(NO_SLOT)
+        if begin < end:
+            found_first = self.request_at(sStarts, requests, begin)
+            found_last = self.request_at(sStarts, requests, end - 1)
+            if self.first_unit(sStarts, found_last) >= end:
+                found_last -= 1  # only its fixed cost lies in this range
+            if found_first <= found_last:
+                first, last = found_first, found_last
+                first_unit, last_unit = self.first_unit(sStarts, first), self.first_unit(sStarts, last)
+                first_tile = cutlass.max(begin - first_unit, 0)
+                end_tile = cutlass.min(end, sStarts[last + 1]) - last_unit
+                if first_unit // quantum < (sStarts[first + 1] - 1) // quantum:
+                    first_slot = index + sSplitsBefore[first]
+                if last_unit // quantum < (sStarts[last + 1] - 1) // quantum:
+                    last_slot = index + sSplitsBefore[last]
+        words[0] = first
+        words[1] = first_tile
+        words[2] = last
+        words[3] = end_tile
+        words[4] = first_slot
+        words[5] = last_slot
+
+    @cute.jit
+    def scan(self, value: Int32, sWarpSums: cute.Tensor, thread: Int32) -> tuple[Int32, Int32]:
+        """Sum of the values of all threads before this one, and of all. Every thread of the CTA takes part."""
+        lane, warp = thread % 32, thread // 32
+        inclusive = value
+        for i in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(inclusive, offset=1 << i)
+            inclusive = inclusive + below if lane >= 1 << i else inclusive
+        cute.arch.sync_threads()  # the last scan's sums are read
+        if lane == 31:
+            sWarpSums[warp] = inclusive
+        cute.arch.sync_threads()
+        before, total = Int32(0), Int32(0)
+        for i in cutlass.range_constexpr(WARPS):
+            warp_sum = sWarpSums[i]
+            before = before + warp_sum if i < warp else before
+            total += warp_sum
+        return before + inclusive - value, total
+
+
+def fake_arguments() -> tuple[Any, ...]:
+    """Arguments for `cute.compile`: batch and number of ranges vary."""
+    seq_lens = make_fake_tensor(Int32, (cute.sym_int(),), (1,))
+    schedule = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
+    return seq_lens, schedule, Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)

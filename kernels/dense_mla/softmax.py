@@ -1,0 +1,87 @@
+"""Online softmax over the keys of S^T tiles, with the scores of a query row spread over the four warps of a warpgroup.
+
+S^T[64 keys, N rows] comes from WGMMA: thread (warp, g = lane / 4, q = lane % 4) holds, for each block of eight rows, the two rows
+2q and 2q + 1 at the keys 16 warp + g and 16 warp + g + 8. So a row's maximum is a shuffle over g and a pass through shared memory over
+the warps, while its sum stays a sum per thread until the end of the request.
+
+Everything is in base 2: `scale_log2` is the softmax scale times log2(e).
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+LANES_OF_ROW = (4, 8, 16)  # shuffle offsets that walk g
+
+
+def accumulator_view(acc: Any, row_blocks: int, m_tiles: int = 1) -> Any:
+    """WGMMA accumulator [64 m_tiles, 8 row_blocks] as (row parity, half of the m64 tile's 16 lines, row block, m tile)."""
+    return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, row_blocks, m_tiles)))
+
+
+@cute.jit
+def scale_and_mask(scores: cute.Tensor, first_key: Int32, visible: Int32, scale_log2: Float32):
+    """Scores to base-2 logits; keys at `visible` and beyond become -inf. `first_key`: this thread's first key in the tile."""
+    for block in cutlass.range_constexpr(scores.shape[2]):
+        for half in cutlass.range_constexpr(2):
+            for parity in cutlass.range_constexpr(2):
+                # Two selects, not a product: a score of an unread key may be NaN.
+                score = scores[parity, half, block, 0] * scale_log2
+                scores[parity, half, block, 0] = score if first_key + 8 * half < visible else -Float32.inf
+
+
+@cute.jit
+def publish_max(scores: cute.Tensor, warp_values: cute.Tensor, warp: Int32, lane: Int32):
+    """This warp's maximum of every row into `warp_values` [4 warps, rows]; a barrier must follow."""
+    for block in cutlass.range_constexpr(scores.shape[2]):
+        for parity in cutlass.range_constexpr(2):
+            value = cute.arch.fmax(scores[parity, 0, block, 0], scores[parity, 1, block, 0])
+            for offset in cutlass.range_constexpr(len(LANES_OF_ROW)):
+                value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=LANES_OF_ROW[offset]))
+            if lane < 4:
+                warp_values[warp, block * 8 + lane * 2 + parity] = value
+
+
+@cute.jit
+def update(
+    scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, factor: cute.Tensor, warp_values: cute.Tensor, lane: Int32
+):
+    """Logits to probabilities against the new maximum; `factor` is what older sums and outputs have to be multiplied with."""
+    for block in cutlass.range_constexpr(scores.shape[2]):
+        for parity in cutlass.range_constexpr(2):
+            row = block * 8 + (lane % 4) * 2 + parity
+            tile_max = cute.arch.fmax(
+                cute.arch.fmax(warp_values[0, row], warp_values[1, row]), cute.arch.fmax(warp_values[2, row], warp_values[3, row])
+            )
+            new_max = cute.arch.fmax(row_max[parity, block], tile_max)
+            factor[parity, block] = cute.math.exp2(row_max[parity, block] - new_max, fastmath=True)
+            row_max[parity, block] = new_max
+            tile_sum = Float32(0.0)
+            for half in cutlass.range_constexpr(2):
+                p = cute.math.exp2(scores[parity, half, block, 0] - new_max, fastmath=True)
+                scores[parity, half, block, 0] = p
+                tile_sum += p
+            row_sum[parity, block] = row_sum[parity, block] * factor[parity, block] + tile_sum
+
+
+@cute.jit
+def publish_sum(row_sum: cute.Tensor, warp_values: cute.Tensor, warp: Int32, lane: Int32):
+    """This warp's sum of every row into `warp_values` [4 warps, rows]; a barrier must follow."""
+    for block in cutlass.range_constexpr(row_sum.shape[1]):
+        for parity in cutlass.range_constexpr(2):
+            value = row_sum[parity, block]
+            for offset in cutlass.range_constexpr(len(LANES_OF_ROW)):
+                value += cute.arch.shuffle_sync_bfly(value, offset=LANES_OF_ROW[offset])
+            if lane < 4:
+                warp_values[warp, block * 8 + lane * 2 + parity] = value
+
+
+@cute.jit
+def collect_sum(row_sum: cute.Tensor, warp_values: cute.Tensor, lane: Int32):
+    """The four warps' sums of every row, added in warp order, back into `row_sum`."""
+    for block in cutlass.range_constexpr(row_sum.shape[1]):
+        for parity in cutlass.range_constexpr(2):
+            row = block * 8 + (lane % 4) * 2 + parity
+            row_sum[parity, block] = warp_values[0, row] + warp_values[1, row] + warp_values[2, row] + warp_values[3, row]
