@@ -157,8 +157,8 @@ def merge(out_partial: torch.Tensor, lse_partial: torch.Tensor) -> tuple[torch.T
 
 def relative_l2(out: torch.Tensor, exact: torch.Tensor) -> float:
     """||out - exact|| / ||exact|| over all elements, in FP64. 0 where both are all zeros."""
-    norm = exact.double().norm().item()
-    error = (out.double() - exact.double()).norm().item()
+    norm = float(exact.double().norm())
+    error = float((out.double() - exact.double()).norm())
     return error / norm if norm else error
 
 
