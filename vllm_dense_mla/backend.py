@@ -1,0 +1,133 @@
+"""What DENSE_MLA supports, and the reason when it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.v1.attention.backend import MultipleOf
+
+from dense_mla.arch import forward_class, unsupported_reason
+from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS
+
+from .impl import DenseMLAImpl
+from .metadata import DenseMLAMetadataBuilder
+from .registration import BACKEND_NAME
+
+if TYPE_CHECKING:
+    from vllm.config.cache import CacheDType
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+PAGE_MULTIPLE = 16  # keys; a page is a whole number of the smallest TMA box
+
+
+class DenseMLABackend(MLACommonBackend):
+    """Dense MLA decode over a BF16 KV cache. Prefill is vLLM's."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[DenseMLAImpl]:
+        return DenseMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[DenseMLAMetadataBuilder]:
+        return DenseMLAMetadataBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [HEAD_DIM_QK]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        return [MultipleOf(PAGE_MULTIPLE)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Page size where the user gives none: at least one tile, because pages of 16 and 32 keys take several TMA boxes a tile."""
+        return max(super().get_preferred_block_size(default_block_size), TILE_KEYS)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """Whether there are kernels for it. Loads CUTLASS where there are.
+
+        Raises:
+            ImportError: CUTLASS does not load. vLLM refuses the backend with that line.
+        """
+        if unsupported_reason((capability.major, capability.minor)) is not None:
+            return False
+        _load_kernels((capability.major, capability.minor))
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """False: a verification of several tokens is prefill here, and vLLM plans prefill with the host's query lengths."""
+        return False
+
+    @classmethod
+    def validate_configuration(cls, **request: Any) -> list[str]:
+        """vLLM's own checks, each refusal with the value that was asked for and what is supported.
+
+        Args:
+            **request: the fields of vLLM's AttentionSelectorConfig, and `device_capability`.
+        """
+        return [_explain(reason, request) for reason in super().validate_configuration(**request)]
+
+
+def _load_kernels(capability: tuple[int, int]) -> None:
+    try:
+        forward_class(capability)
+    except Exception as error:
+        # A broken CUTLASS or CUDA install raises all kinds; vLLM takes ImportError for a refusal, and lets others through raw.
+        raise ImportError(f"{BACKEND_NAME} cannot load its kernels: {type(error).__name__}: {error}") from error
+
+
+def _explain(reason: str, request: Mapping[str, Any]) -> str:
+    """A refusal of vLLM's in full; one that this version of vLLM words otherwise stays as it is."""
+    explain = _EXPLANATIONS.get(reason)
+    return explain(request) if explain else reason
+
+
+def _explain_capability(request: Mapping[str, Any]) -> str:
+    capability = request["device_capability"]
+    return str(unsupported_reason((capability.major, capability.minor)))
+
+
+def _explain_kv_cache_dtype(request: Mapping[str, Any]) -> str:
+    dtype = str(request["kv_cache_dtype"])
+    missing = "; an FP8 KV cache is not built" if dtype.startswith("fp8") else ""
+    return f"kv_cache_dtype must be auto or bfloat16, got {dtype}{missing}"
+
+
+# Keyed by the words of AttentionBackend.validate_configuration.
+_EXPLANATIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "head_size not supported": lambda request: (
+        f"head_size must be {HEAD_DIM_QK} (kv_lora_rank {HEAD_DIM_V} + qk_rope_head_dim {HEAD_DIM_QK - HEAD_DIM_V}), got {request['head_size']}"
+    ),
+    "dtype not supported": lambda request: f"dtype must be torch.bfloat16, got {request['dtype']}",
+    "kv_cache_dtype not supported": _explain_kv_cache_dtype,
+    "block_size not supported": lambda request: f"block_size must be a multiple of {PAGE_MULTIPLE}, got {request['block_size']}",
+    "compute capability not supported": _explain_capability,
+    "non-MLA not supported": lambda request: f"{BACKEND_NAME} is for models with Multi-head Latent Attention, this layer has none",
+    "sparse not supported": lambda request: f"sparse MLA is not supported: {BACKEND_NAME} reads every key of a request",
+    "non-causal attention not supported": lambda request: (
+        "non-causal attention is not supported: a decode step is one query token of each request, and it sees the keys up to itself"
+    ),
+    "non-causal MLA attention with DCP not supported": lambda request: "non-causal attention with decode context parallelism is not supported",
+    "batch invariance not supported": lambda request: (
+        "batch invariance (VLLM_BATCH_INVARIANT) is not built: how a request's keys are split depends on the rest of the batch"
+    ),
+    "PCP not supported": lambda request: "prefill context parallelism is not built: prefill_context_parallel_size must be 1",
+    "DCP not supported": lambda request: "decode context parallelism is not built: decode_context_parallel_size must be 1",
+    "device-cpu query lens mismatch not supported, this is needed for adaptive verification": lambda request: (
+        "adaptive verification of speculative decoding is not supported: a decode step is one query token of each request"
+    ),
+}

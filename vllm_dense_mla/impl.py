@@ -1,0 +1,140 @@
+"""Once a layer: the decode attention itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
+
+from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
+
+from .buckets import decode_batch_sizes, size_buckets
+from .metadata import DenseMLAMetadata
+from .registration import BACKEND_NAME
+from .settings import load_settings
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionLayer
+
+
+class DenseMLAImpl(MLACommonImpl[DenseMLAMetadata]):
+    """Launches forward and merge of the prepared kernels; prefill is inherited.
+
+    The constructor reserves the workspace of the largest bucket, because it is the one hook that every model runs (Kimi-K3's layer calls
+    neither `reserve_workspace` nor `process_weights_after_loading`) and that runs before memory profiling counts what is left.
+    """
+
+    can_return_lse_for_decode: bool = False
+    supports_dcp: bool = False
+    supports_pcp: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
+        _refuse("alibi_slopes", alibi_slopes)
+        _refuse("sliding_window", sliding_window)
+        _refuse("logits_soft_cap", logits_soft_cap)
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"{BACKEND_NAME} supports attn_type decoder, got {AttentionType(attn_type).value}")
+        if is_quantized_kv_cache(kv_cache_dtype):
+            raise NotImplementedError(f"{BACKEND_NAME} supports kv_cache_dtype auto and bfloat16, got {kv_cache_dtype}")
+        if (self.kv_lora_rank, self.qk_rope_head_dim) != (HEAD_DIM_V, HEAD_DIM_QK - HEAD_DIM_V):
+            raise NotImplementedError(
+                f"{BACKEND_NAME} supports kv_lora_rank {HEAD_DIM_V} with qk_rope_head_dim {HEAD_DIM_QK - HEAD_DIM_V}, "
+                f"got {self.kv_lora_rank} with {self.qk_rope_head_dim}"
+            )
+        self.supports_quant_query_input = False
+        self._decode_batch_sizes = decode_batch_sizes(get_current_vllm_config())
+        self._reserved_bytes = 0
+        self.reserve_workspace()
+
+    def reserve_workspace(self) -> None:
+        """Reserve the largest bucket in vLLM's workspace, where there is one. vLLM calls it again in the profile run, for each micro-batch."""
+        if not is_workspace_manager_initialized():
+            return
+        # The page size does not change the bytes; the layer does not know it yet.
+        problem = DecodeProblem(num_heads=self.num_heads, page_size=TILE_KEYS, partial_dtype=load_settings().torch_dtype)
+        self._reserved_bytes = size_buckets(problem, *self._decode_batch_sizes, current_sm_count()).largest.total_bytes
+        current_workspace_manager().get_simultaneous(((self._reserved_bytes,), torch.uint8))
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: DenseMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend the latent keys: out [R, H, 512] in q's dtype, and no LSE.
+
+        Args:
+            q: [R, H, 576], or the pair [R, H, 512] and [R, H, 64]; R rows, one for each request of the decode batch.
+            kv_c_and_k_pe_cache: [pages, page_size, 576].
+            attn_metadata: of the step.
+            layer: its KV scales do not count, because the cache is BF16.
+        """
+        decode = attn_metadata.decode
+        assert decode is not None
+        rows = q[0] if isinstance(q, tuple) else q
+        out = rows.new_empty((rows.shape[0], rows.shape[1], HEAD_DIM_V))
+        decode.decoder.run(
+            q,
+            kv_c_and_k_pe_cache,
+            decode.block_table,
+            decode.seq_lens,
+            schedule=decode.schedule,
+            workspace=self._workspace(decode.bucket.total_bytes, out.device),
+            out=out,
+            scale=self.scale,
+            max_seq_len=decode.max_seq_len,
+        )
+        return out, None
+
+    def _workspace(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """`num_bytes` of the shared workspace, valid until this layer returns.
+
+        Always asks for the whole reservation: a micro-batch whose workspace is its own then has it from its first, eager, step, and it
+        never grows under a captured graph.
+        """
+        if not is_workspace_manager_initialized():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        reservation = ((max(self._reserved_bytes, num_bytes),), torch.uint8)
+        return current_workspace_manager().get_simultaneous(reservation)[0][:num_bytes]
+
+
+def current_sm_count() -> int:
+    """Streaming multiprocessors of the current CUDA device."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+
+
+def _refuse(name: str, value: object) -> None:
+    if value is not None:
+        raise NotImplementedError(f"{BACKEND_NAME} does not support {name}, got {value!r}")

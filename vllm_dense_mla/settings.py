@@ -1,0 +1,56 @@
+"""The environment variables of the plugin. Read where they are used, never while vLLM loads plugins."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from .registration import PARTIAL_DTYPE_VARIABLE
+
+PartialDtype = Literal["bf16", "fp32"]
+_SPELLINGS = {"bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
+_TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def _canonical(value: Any) -> Any:
+    return _SPELLINGS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+class DenseMLASettings(BaseSettings):
+    """Settings of the DENSE_MLA backend, from the environment. `load_settings` reads them."""
+
+    model_config = SettingsConfigDict(case_sensitive=True, frozen=True, use_attribute_docstrings=True, extra="ignore")
+
+    partial_dtype: Annotated[PartialDtype, BeforeValidator(_canonical)] = Field("bf16", validation_alias=PARTIAL_DTYPE_VARIABLE)
+    """Storage of the split partials between the forward and the merge: `bf16` or `fp32` (also `bfloat16`, `float32`, any case).
+
+    FP32 saves one rounding of every partial and takes twice the bytes of out_partial. The splits and the KV cache are the same.
+    """
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`partial_dtype` as torch names it."""
+        return _TORCH_DTYPES[self.partial_dtype]
+
+    @property
+    def partial_dtype_source(self) -> str:
+        """Where `partial_dtype` comes from: the variable's name, or "default"."""
+        return PARTIAL_DTYPE_VARIABLE if "partial_dtype" in self.model_fields_set else "default"
+
+
+@cache
+def load_settings() -> DenseMLASettings:
+    """The settings of this process, read once: every layer and every metadata builder sees the same.
+
+    Raises:
+        ValueError: a value that is not allowed; one line with the variable, the value and the values allowed.
+    """
+    try:
+        return DenseMLASettings()
+    except ValidationError as error:
+        value = error.errors()[0]["input"]
+        raise ValueError(f"{PARTIAL_DTYPE_VARIABLE} must be bf16, fp32, bfloat16 or float32 (any case), got {value!r}") from None
