@@ -1,0 +1,1 @@
+"""Measurements of this checkout on a GPU, and what they write down. Not installed."""

@@ -1,0 +1,110 @@
+"""Greedy answers of a model served with one attention backend, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PROMPT_TOKENS = (1, 17, 64, 65, 200, 511, 1500, 4000)
+MAX_TOKENS = 48
+LOGPROB_BAR = 0.1  # vLLM's own MLA backends are up to 0.08 apart on such a model: BF16 noise
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids, their logprobs, and the likeliest other token of every position with its logprob."""
+
+    prompt_tokens: int
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    runner_up_ids: tuple[int, ...]
+    runner_up_logprobs: tuple[float, ...]
+
+    @classmethod
+    def from_steps(cls, prompt_tokens: int, ids: Sequence[int], steps: Sequence[Mapping[int, float]]) -> Answer:
+        """From each position's logprobs by token id; they must hold the answer's token and another.
+
+        Raises:
+            ValueError: they do not, or there is not one for every token.
+        """
+        if len(ids) != len(steps) or any(token not in step or len(step) < 2 for token, step in zip(ids, steps)):
+            raise ValueError(f"the answer to the prompt of {prompt_tokens} tokens lacks logprobs of its tokens or of their runners-up")
+        others = [max((item for item in step.items() if item[0] != token), key=lambda item: item[1]) for token, step in zip(ids, steps)]
+        logprobs = tuple(round(step[token], 5) for token, step in zip(ids, steps))
+        return cls(prompt_tokens, tuple(ids), logprobs, tuple(token for token, _ in others), tuple(round(value, 5) for _, value in others))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Answer:
+        """From the object that `dataclasses.asdict` made, read back from a file."""
+        lists = ("ids", "logprobs", "runner_up_ids", "runner_up_logprobs")
+        return cls(content["prompt_tokens"], *(tuple(content[name]) for name in lists))
+
+    def lead_over(self, token: int, position: int) -> float:
+        """Logprob of the answer's token at a position minus that of `token`; infinite unless `token` is the runner-up."""
+        return self.logprobs[position] - self.runner_up_logprobs[position] if self.runner_up_ids[position] == token else math.inf
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two answers to one prompt.
+
+    Attributes:
+        agreeing: tokens before the first difference, of `tokens`.
+        logprob_gap: largest difference of the logprobs of those.
+        lead: at the first difference, by how much either side preferred its token to the other's; `None` without one.
+    """
+
+    prompt_tokens: int
+    tokens: int
+    agreeing: int
+    logprob_gap: float
+    lead: float | None
+
+    @classmethod
+    def of(cls, left: Answer, right: Answer) -> Agreement:
+        """Compare two answers of the same length to the same prompt.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if (left.prompt_tokens, len(left.ids)) != (right.prompt_tokens, len(right.ids)):
+            raise ValueError(f"cannot compare {len(left.ids)} tokens after {left.prompt_tokens} with {len(right.ids)} after {right.prompt_tokens}")
+        agreeing = next((i for i, (a, b) in enumerate(zip(left.ids, right.ids)) if a != b), len(left.ids))
+        gaps = [abs(a - b) for a, b in zip(left.logprobs[:agreeing], right.logprobs[:agreeing])]
+        gap = math.nan if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
+        lead = None
+        if agreeing < len(left.ids):
+            lead = max(left.lead_over(right.ids[agreeing], agreeing), right.lead_over(left.ids[agreeing], agreeing))
+        return cls(left.prompt_tokens, len(left.ids), agreeing, gap, lead)
+
+    def within(self, bar: float = LOGPROB_BAR) -> bool:
+        """The logprobs agree within `bar` as long as the tokens do, and the tokens part only where noise of that size can part them.
+
+        Without the second half, two answers that differ in their first token would agree.
+        """
+        return self.logprob_gap <= bar and (self.lead is None or self.lead <= 2 * bar)
+
+    def to_json(self) -> dict[str, Any]:
+        """A flat object; a lead that is no near tie at all is null beside `near_tie` false."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "agreeing": self.agreeing,
+            "logprob_gap": _finite(self.logprob_gap),
+            "lead_at_difference": _finite(self.lead),
+            "near_tie": None if self.lead is None else self.lead <= 2 * LOGPROB_BAR,
+            "within_bar": self.within(),
+        }
+
+
+def prompts() -> list[list[int]]:
+    """Token ids of the prompts: no special tokens, the same every time."""
+    draw = random.Random(7)
+    return [[draw.randrange(2, 1000) for _ in range(length)] for length in PROMPT_TOKENS]
+
+
+def _finite(value: float | None) -> float | None:
+    return round(value, 5) if value is not None and math.isfinite(value) else None

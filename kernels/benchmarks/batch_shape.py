@@ -1,0 +1,64 @@
+"""The batches that a benchmark decodes: how many requests, and how many keys each has."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from dense_mla.problem import HEAD_DIM_QK
+
+BYTES_PER_KEY = HEAD_DIM_QK * 2  # BF16
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Lengths of a batch's requests, in keys, and the label that they were made from."""
+
+    label: str
+    seq_lens: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, label: str) -> BatchShape:
+        """Read `8x4096`, `mixed:64:32768` (64 requests, uniform from 1 to 32768 keys) or `spike:64:131072:512` (one of 131072 among 63 of 512).
+
+        The lengths of a mixed batch depend on its label alone.
+
+        Raises:
+            ValueError: anything else, a batch or length below 1 included.
+        """
+        kind, *texts = label.split(":") if ":" in label else ("uniform", *label.split("x"))
+        expected = {"uniform": 2, "mixed": 2, "spike": 3}
+        if len(texts) != expected.get(kind) or not all(text.isdecimal() and int(text) for text in texts):
+            raise ValueError(f"shape must be BATCHxKEYS, mixed:BATCH:KEYS or spike:BATCH:LONG:SHORT with numbers from 1, got {label!r}")
+        batch, keys, *rest = map(int, texts)
+        if kind == "mixed":
+            draw = random.Random(label)
+            return cls(label, tuple(draw.randint(1, keys) for _ in range(batch)))
+        if kind == "spike":
+            # In the middle: a schedule that only looks right for a long first or last request shows here.
+            return cls(label, tuple(keys if i == batch // 2 else rest[0] for i in range(batch)))
+        return cls(label, (keys,) * batch)
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        return len(self.seq_lens)
+
+    @property
+    def context(self) -> int:
+        """Keys of the longest request."""
+        return max(self.seq_lens)
+
+    @property
+    def keys(self) -> int:
+        """Keys of all requests."""
+        return sum(self.seq_lens)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of BF16 KV cache that one decode call has to read."""
+        return self.keys * BYTES_PER_KEY
+
+    def pages(self, page_size: int) -> tuple[int, ...]:
+        """Pages of each request."""
+        return tuple(-(-n // page_size) for n in self.seq_lens)

@@ -1,0 +1,103 @@
+"""One decode step's tensors for a benchmark: the layers share q, block table and lengths; each layer has its own KV cache.
+
+The calls of a timed graph go through the layers in turn. With enough caches, each call finds its keys out of the L2, as in a real step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.batch_shape import BYTES_PER_KEY, BatchShape
+from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V
+
+ROTATED_BYTES = 400_000_000  # an H200's L2 holds 60 MB: a cache comes round again after several times that
+MEMORY_CAP_BYTES = 40_000_000_000
+MIN_CALLS = 16  # of a graph: the launch of a graph costs a few microseconds, which the calls share
+SCALE = 192**-0.5  # of the 128 + 64 dimensions before DeepSeek's latent projection
+SEED = 20
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeInputs:
+    """Inputs of one shape. `caches` is `[layers, pages, page_size, 576]`, `q` `[requests, heads, 576]`, both unit Gaussian BF16."""
+
+    shape: BatchShape
+    q: torch.Tensor
+    caches: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    scale: float = SCALE
+
+    @classmethod
+    def random(cls, shape: BatchShape, heads: int, page_size: int, device: torch.device) -> DecodeInputs:
+        """Random inputs on the device. A request's pages are scattered over the cache; the table's tail past them is page 0."""
+        pages = shape.pages(page_size)
+        torch.manual_seed(SEED)
+        layers = num_caches(sum(pages) * page_size * BYTES_PER_KEY)
+        caches = torch.empty(layers, sum(pages), page_size, HEAD_DIM_QK, dtype=torch.bfloat16, device=device)
+        for cache in caches:
+            cache.normal_()
+        block_table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
+        for row, ids in zip(block_table, torch.split(torch.randperm(sum(pages)), list(pages))):
+            row[: len(ids)] = ids
+        q = torch.randn(shape.batch, heads, HEAD_DIM_QK, device=device).bfloat16()
+        seq_lens = torch.tensor(shape.seq_lens, dtype=torch.int32, device=device)
+        return cls(shape, q, caches, block_table.to(device), seq_lens)
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.q.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """Keys of a page."""
+        return self.caches.shape[2]
+
+    @property
+    def calls(self) -> int:
+        """Calls of one graph."""
+        return num_calls(len(self.caches))
+
+    def empty_outputs(self) -> torch.Tensor:
+        """An output for every layer, `[layers, requests, heads, 512]`, poisoned with NaN."""
+        shape = (len(self.caches), self.shape.batch, self.heads, HEAD_DIM_V)
+        return torch.full(shape, float("nan"), dtype=self.q.dtype, device=self.q.device)
+
+    def reference(self, layer: int) -> torch.Tensor:
+        """softmax(q K^T scale) V of one layer in FP64, `[requests, heads, 512]`. A request at a time: one of 131,072 keys is 0.6 GB."""
+        out = torch.empty(self.shape.batch, self.heads, HEAD_DIM_V, dtype=torch.float64, device=self.q.device)
+        for request, length in enumerate(self.shape.seq_lens):
+            pages = self.block_table[request, : -(-length // self.page_size)].long()
+            keys = self.caches[layer][pages].flatten(0, 1)[:length].double()
+            weights = (self.q[request].double() @ keys.T * self.scale).softmax(dim=-1)
+            out[request] = weights @ keys[:, :HEAD_DIM_V]
+        return out
+
+
+def num_caches(cache_bytes: int, rotated_bytes: int = ROTATED_BYTES, cap_bytes: int = MEMORY_CAP_BYTES) -> int:
+    """Caches to rotate over: `rotated_bytes` in all, and at least two.
+
+    Raises:
+        ValueError: two caches exceed `cap_bytes`.
+    """
+    count = max(2, -(-rotated_bytes // cache_bytes))
+    if count * cache_bytes > cap_bytes:
+        raise ValueError(f"{count} KV caches of {cache_bytes / 1e9:.1f} GB exceed the {cap_bytes / 1e9:.0f} GB that a benchmark may fill")
+    return count
+
+
+def num_calls(caches: int, minimum: int = MIN_CALLS) -> int:
+    """Calls of one graph: every cache equally often, `minimum` calls or more."""
+    return caches * -(-minimum // caches)
+
+
+def worst_relative_l2(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """Largest ||out - reference|| / ||reference|| of a request; NaN if any element is NaN.
+
+    By request, because outputs of long requests are small: a broken one would not show beside the short ones of its batch.
+    """
+    difference = (out.double() - reference).flatten(1).norm(dim=1)
+    return float((difference / reference.flatten(1).norm(dim=1)).max())

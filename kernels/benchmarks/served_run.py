@@ -1,0 +1,166 @@
+"""One run of the tiny model: a backend, a partial dtype, and either vLLM's offline engine or `vllm serve` over HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.answers import MAX_TOKENS, Answer, prompts
+from benchmarks.engine_process import EngineProcess, free_port, post, wait_until_healthy
+from benchmarks.evidence import error_text
+
+OURS = "DENSE_MLA"
+PARTIAL_DTYPE_VARIABLE = "VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"
+MODEL_NAME = "tiny-mla"
+OFFLINE_ENGINE = Path(__file__).with_name("offline_engine.py")
+
+# One list for both ways to start: a difference between them would be a difference between the answers. KV cache by bytes, because runs side
+# by side on one GPU would count each other's memory in a profile.
+ENGINE_OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 8192,
+    "max_num_seqs": 16,
+    "seed": 0,
+    "enable_prefix_caching": False,
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 2**30,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+
+
+@dataclass(frozen=True)
+class ServedRun:
+    """What to start."""
+
+    path: Literal["offline", "serve"]
+    backend: str
+    partial_dtype: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in the evidence and of the log file."""
+        return "_".join(part.lower() for part in (self.path, self.backend, self.partial_dtype) if part)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that this run sets."""
+        return {PARTIAL_DTYPE_VARIABLE: self.partial_dtype} if self.partial_dtype else {}
+
+    def command(self, checkpoint: Path, scratch: Path, port: int, serve_arguments: list[str]) -> list[str]:
+        """Command line of the child."""
+        if self.path == "offline":
+            options = ENGINE_OPTIONS | {"attention_backend": self.backend}
+            return [sys.executable, str(OFFLINE_ENGINE), str(checkpoint), str(scratch / f"{self.name}.json"), json.dumps(options)]
+        serve = ["-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+        return [sys.executable, *serve, *server_arguments(self.backend, port), *serve_arguments]
+
+
+@dataclass
+class RunRecord:
+    """What came of a run, as the evidence holds it. `error` is None exactly if it answered every prompt and shut down by itself."""
+
+    name: str
+    path: str
+    backend: str
+    partial_dtype: str | None
+    command: str = ""
+    seconds: float = 0.0
+    exit_status: int | None = None
+    error: str | None = None
+    log_lines: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> RunRecord:
+        """From an earlier evidence file."""
+        return cls(**dict(content) | {"answers": [Answer.from_json(answer) for answer in content["answers"]]})
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain object."""
+        return asdict(self)
+
+
+def server_arguments(backend: str, port: int) -> list[str]:
+    """Arguments of `vllm serve` after the model: the options of the offline engine, strict about the environment, on loopback."""
+    options = dict(ENGINE_OPTIONS)
+    compilation = options.pop("compilation_config")
+    arguments = ["--attention-backend", backend, "--fail-on-environ-validation", "--served-model-name", MODEL_NAME]
+    arguments += ["--host", "127.0.0.1", "--port", str(port), *(f"-cc.{name}={value}" for name, value in compilation.items())]
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        arguments += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return arguments
+
+
+def execute(
+    run: ServedRun, checkpoint: Path, scratch: Path, log: Path, deadline: float, serve_arguments: list[str], started: Callable[[EngineProcess], None]
+) -> RunRecord:
+    """Start the run, get its answers, end it. Errors are in the record, not raised. `started` gets the process, to end it from outside."""
+    record = RunRecord(run.name, run.path, run.backend, run.partial_dtype)
+    port, begin = free_port(), time.monotonic()
+    command = run.command(checkpoint, scratch, port, serve_arguments)
+    record.command = recorded_child(command, run.environment, checkpoint, scratch)
+    process = EngineProcess(command, {"HF_HUB_OFFLINE": "1", **run.environment}, log)  # the checkpoint is all there is to load
+    started(process)
+    try:
+        if run.path == "offline":
+            record.exit_status = process.wait(deadline)
+            if record.exit_status:
+                raise RuntimeError(f"the offline engine ended with status {record.exit_status}")
+            answers = json.loads((scratch / f"{run.name}.json").read_text())
+            record.answers = [Answer.from_json(answer) for answer in answers]
+        else:
+            wait_until_healthy(process, port, deadline)
+            record.answers = complete(port, deadline)
+            record.exit_status = process.stop()
+            if record.exit_status not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
+                raise RuntimeError(f"the server shut down with status {record.exit_status}")
+        # Without this line the answers could be another backend's.
+        if not any(re.search(rf"Using \S*\b{run.backend}\b.* backend", line) for line in process.log_lines()):
+            raise RuntimeError(f"the log does not say that {run.backend} was used")
+    except Exception as error:  # the other runs go on; this one's record says what happened
+        record.error = error_text(error)
+    finally:
+        process.kill()
+    record.seconds = round(time.monotonic() - begin, 1)
+    record.log_lines = process.notable_lines()
+    return record
+
+
+def complete(port: int, deadline: float) -> list[Answer]:
+    """Greedy answers to all prompts from the completions endpoint, in one request: the batch of the offline run."""
+    body = {
+        "model": MODEL_NAME,
+        "prompt": prompts(),
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "detokenize": False,
+        "return_token_ids": True,
+        "logprobs": 2,
+        "return_tokens_as_token_ids": True,  # without a tokenizer there is no other name for a token
+    }
+    choices = post(port, "/v1/completions", body, deadline)["choices"]
+    if [choice["index"] for choice in choices] != list(range(len(prompts()))):
+        raise RuntimeError(f"the server answered prompts {[choice['index'] for choice in choices]} of {len(prompts())}")
+    return [answer_of(len(prompt), choice) for prompt, choice in zip(prompts(), choices)]
+
+
+def answer_of(prompt_tokens: int, choice: Mapping[str, Any]) -> Answer:
+    """Answer in one choice of a completion, whose tokens are named `token_id:N`."""
+    steps = [{int(name.removeprefix("token_id:")): value for name, value in step.items()} for step in choice["logprobs"]["top_logprobs"]]
+    return Answer.from_steps(prompt_tokens, choice["token_ids"], steps)
+
+
+def recorded_child(command: list[str], environment: Mapping[str, str], checkpoint: Path, scratch: Path) -> str:
+    """The child's command line as it is written down: without this machine's folders."""
+    names = {sys.executable: "python", str(OFFLINE_ENGINE): f"kernels/benchmarks/{OFFLINE_ENGINE.name}", str(checkpoint): "CHECKPOINT"}
+    words = [names.get(word, word.replace(f"{scratch}/", "")) for word in command]
+    return " ".join([*(f"{name}={value}" for name, value in environment.items()), *words])

@@ -1,0 +1,58 @@
+"""Inputs of the decode benchmark: caches that rotate, scattered pages, and the FP64 answer."""
+
+import pytest
+import torch
+
+from benchmarks import decode_inputs
+from benchmarks.batch_shape import BatchShape
+from benchmarks.decode_inputs import DecodeInputs, num_caches, num_calls, worst_relative_l2
+
+
+@pytest.fixture
+def inputs(monkeypatch: pytest.MonkeyPatch) -> DecodeInputs:
+    monkeypatch.setattr(decode_inputs, "num_caches", lambda cache_bytes: 2)
+    return DecodeInputs.random(BatchShape("ragged", (130, 1, 64)), 3, 64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("cache_bytes", "caches"), [(4096 * 1152, 85), (32768 * 1152, 11), (200_000_000, 2), (2_415_919_104, 2)])
+def test_caches_rotate_over_enough_bytes(cache_bytes: int, caches: int) -> None:
+    assert num_caches(cache_bytes) == caches
+    assert caches * cache_bytes >= 400_000_000
+
+
+def test_caches_beyond_the_memory_cap_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"2 KV caches of 20.1 GB exceed the 40 GB"):
+        num_caches(20_100_000_000)
+
+
+@pytest.mark.parametrize(("caches", "calls"), [(85, 85), (11, 22), (2, 16), (16, 16), (3, 18)])
+def test_every_cache_is_called_equally_often(caches: int, calls: int) -> None:
+    assert num_calls(caches) == calls
+
+
+def test_pages_are_scattered_and_each_belongs_to_one_request(inputs: DecodeInputs) -> None:
+    used = [inputs.block_table[request, :n].tolist() for request, n in enumerate((3, 1, 1))]
+    assert sorted(page for pages in used for page in pages) == [0, 1, 2, 3, 4]
+    assert [page for pages in used for page in pages] != [0, 1, 2, 3, 4]
+    assert inputs.block_table.dtype == inputs.seq_lens.dtype == torch.int32
+    assert inputs.caches.shape == (2, 5, 64, 576)
+
+
+def test_reference_is_softmax_attention_over_the_visible_keys(inputs: DecodeInputs) -> None:
+    for layer in (0, 1):
+        out = inputs.reference(layer)
+        for request, length in enumerate((130, 1, 64)):
+            keys = torch.stack([inputs.caches[layer, inputs.block_table[request, k // 64].item(), k % 64] for k in range(length)]).double()
+            query = inputs.q[request].double()[None]
+            wanted = torch.nn.functional.scaled_dot_product_attention(query, keys[None], keys[None, :, :512], scale=192**-0.5)[0]
+            torch.testing.assert_close(out[request], wanted)
+    assert not torch.equal(inputs.reference(0), inputs.reference(1))
+
+
+def test_worst_request_is_reported_even_beside_large_ones() -> None:
+    reference = torch.cat([torch.full((1, 2, 512), 100.0), torch.full((1, 2, 512), 0.01)]).double()
+    out = reference.clone()
+    out[1] *= 1.5
+    assert worst_relative_l2(out.float(), reference) == pytest.approx(0.5, rel=1e-5)
+    out[0, 0, 0] = float("nan")
+    assert worst_relative_l2(out, reference) != worst_relative_l2(out, reference)

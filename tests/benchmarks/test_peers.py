@@ -1,0 +1,181 @@
+"""Every kernel is called with arguments that its function takes.
+
+The peers' functions live in CUDA extensions' modules, which do not import without a GPU. Stand-ins are made from the signatures in the installed
+vLLM's source: a renamed or missing argument fails here and not on the GPU.
+"""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import bench_decode, decode_inputs
+from benchmarks.batch_shape import BatchShape
+from benchmarks.decode_inputs import DecodeInputs
+from benchmarks.peers import PEERS
+
+pytest.importorskip("vllm")
+BATCH, HEADS, PAGE_SIZE, CONTEXT = 2, 16, 64, 4096
+
+
+@pytest.fixture
+def inputs(monkeypatch: pytest.MonkeyPatch) -> DecodeInputs:
+    monkeypatch.setattr(decode_inputs, "num_caches", lambda cache_bytes: 2)
+    return DecodeInputs.random(BatchShape("2 requests", (CONTEXT, 100)), HEADS, PAGE_SIZE, torch.device("cpu"))
+
+
+def installed(package: str, path: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0]) / path
+
+
+def stand_in(source: Path, name: str, result: Any, calls: list[dict[str, Any]], within: str | None = None) -> Callable[..., Any]:
+    """A function with the parameters of the one in `source`, that notes its arguments."""
+    body: list[Any] = ast.parse(source.read_text()).body
+    if within:
+        body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == within).body
+    # The last definition: before it may stand overloads.
+    arguments = [node.args for node in body if isinstance(node, ast.FunctionDef) and node.name == name][-1]
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+    for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]:
+        if argument is not None:
+            argument.annotation = None
+    scope: dict[str, Any] = {"note": calls.append, "result": result}
+    exec(f"def {name}({ast.unparse(arguments)}):\n    note(dict(locals()))\n    return result", scope)
+    return scope[name]  # type: ignore[no-any-return]
+
+
+def stub_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    module = ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def run_once(peer: str, inputs: DecodeInputs) -> torch.Tensor:
+    outs = inputs.empty_outputs()
+    PEERS[peer](inputs)(inputs.caches[1], outs[1])
+    return outs[1]
+
+
+def test_flashmla(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, calls, metadata = installed("vllm", "third_party/flashmla/flash_mla_interface.py"), [], object()
+    stub_module(
+        monkeypatch,
+        "vllm.v1.attention.ops.flashmla",
+        flash_mla_with_kvcache=stand_in(source, "flash_mla_with_kvcache", None, calls),
+        get_mla_metadata=stand_in(source, "get_mla_metadata", (metadata, None), []),
+        is_flashmla_dense_supported=lambda: (True, None),
+    )
+    out = run_once("FLASHMLA", inputs)
+    (call,) = calls
+    assert call["q"].shape == (BATCH, 1, HEADS, 576)
+    assert call["k_cache"].shape == (65 + 1, PAGE_SIZE, 1, 576) and call["k_cache"].data_ptr() == inputs.caches[1].data_ptr()
+    assert call["out"].shape == (BATCH, 1, HEADS, 512) and call["out"].is_contiguous() and call["out"].data_ptr() == out.data_ptr()
+    assert (call["tile_scheduler_metadata"], call["head_dim_v"], call["softmax_scale"]) == (metadata, 512, 192**-0.5)
+
+
+def test_flashmla_refuses_other_pages(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = DecodeInputs(inputs.shape, inputs.q, inputs.caches.view(2, -1, 32, 576), inputs.block_table, inputs.seq_lens)
+    with pytest.raises(ValueError, match="pages of 64 keys, got 32"):
+        PEERS["FLASHMLA"](small)
+
+
+def test_flash_attn_mla(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, schedules, calls, schedule = installed("vllm", "vllm_flash_attn/flash_attn_interface.py"), [], [], object()
+    stub_module(
+        monkeypatch,
+        "vllm.v1.attention.backends.fa_utils",
+        flash_attn_supports_mla=lambda: True,
+        flash_attn_varlen_func=stand_in(source, "flash_attn_varlen_func", None, calls),
+        get_scheduler_metadata=stand_in(source, "get_scheduler_metadata", schedule, schedules),
+    )
+    out = run_once("FLASH_ATTN_MLA", inputs)
+    (planned,), (call,) = schedules, calls
+    assert (planned["headdim"], planned["headdim_v"], planned["num_heads_kv"], planned["page_size"]) == (64, 512, 1, PAGE_SIZE)
+    assert planned["num_splits"] == call["num_splits"] == 32
+    assert planned["cu_seqlens_q"].tolist() == call["cu_seqlens_q"].tolist() == [0, 1, 2]
+    assert (call["scheduler_metadata"], call["fa_version"], call["max_seqlen_k"]) == (schedule, 3, CONTEXT)
+    assert torch.equal(torch.cat([call["q_v"], call["q"]], dim=-1), inputs.q)
+    assert torch.equal(torch.cat([call["v"], call["k"]], dim=-1).squeeze(2), inputs.caches[1])
+    assert call["out"].data_ptr() == out.data_ptr()
+
+
+def test_triton_mla(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.mla import triton_mla
+    from vllm.v1.attention.ops import triton_decode_attention
+
+    monkeypatch.setattr(triton_mla, "triton", pytest.importorskip("triton"))  # vLLM has a placeholder there without a GPU
+    calls: list[dict[str, Any]] = []
+    function = stand_in(Path(triton_decode_attention.__file__), "decode_attention_fwd", None, calls)
+    monkeypatch.setattr(triton_decode_attention, "decode_attention_fwd", function)
+    monkeypatch.setattr(type(current_platform), "num_compute_units", classmethod(lambda cls, device_id=0: 132))
+    out = run_once("TRITON_MLA", inputs)
+    (call,) = calls
+    assert call["num_kv_splits"] == 8  # 4096 keys, 512 a split
+    assert call["attn_logits"].shape == (BATCH, HEADS, 8, 513)
+    assert call["k_buffer"].shape == (66, PAGE_SIZE, 1, 576) and call["v_buffer"].shape == (66, PAGE_SIZE, 1, 512)
+    assert (call["page_size"], call["is_mla"], call["sm_scale"]) == (PAGE_SIZE, True, 192**-0.5)
+    assert call["o"].data_ptr() == out.data_ptr() and call["k_scale"].item() == call["v_scale"].item() == 1.0
+
+
+def test_flashinfer(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("flashinfer") is None:
+        pytest.skip("FlashInfer is not installed")
+    source, name = installed("flashinfer", "mla/_batch_mla/_wrapper.py"), "BatchMLAPagedAttentionWrapper"
+    made: list[dict[str, Any]] = []
+    plans: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    methods = {
+        "__init__": stand_in(source, "__init__", None, made, name),
+        "plan": stand_in(source, "plan", None, plans, name),
+        "run": stand_in(source, "run", None, calls, name),
+    }
+    stub_module(monkeypatch, "flashinfer.mla", BatchMLAPagedAttentionWrapper=type(name, (), methods))
+    out = run_once("FLASHINFER", inputs)
+    (planned,), (call,) = plans, calls
+    assert planned["kv_indptr"].tolist() == [0, 64, 66] and planned["kv_indices"].dtype == torch.int32
+    assert sorted(planned["kv_indices"].tolist()) == list(range(66))
+    assert [part.shape[-1] for part in call["query"]] == [part.shape[-1] for part in call["kv_cache"]] == [512, 64]
+    assert call["out"].data_ptr() == out.data_ptr()
+
+
+def test_an_uninstalled_peer_says_so(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", None)
+    with pytest.raises(RuntimeError, match="FlashInfer is not installed"):
+        PEERS["FLASHINFER"](inputs)
+
+
+@pytest.mark.parametrize(("kernel", "schedules"), [("dense_mla", 1), ("dense_mla+schedule", 3)])
+def test_dense_mla(kernel: str, schedules: int, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder_module = pytest.importorskip("dense_mla.decoder")
+    source, name = Path(decoder_module.__file__), "DenseMLADecoder"
+    prepared: list[dict[str, Any]] = []
+    planned: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    methods = {
+        "empty_schedule": lambda self: torch.zeros(8, dtype=torch.int32),
+        "workspace_size": lambda self, num_requests: SimpleNamespace(total_bytes=1000 * num_requests),
+        "schedule": stand_in(source, "schedule", None, planned, name),
+        "run": stand_in(source, "run", None, calls, name),
+    }
+    fake = type(name, (), methods)
+    fake.prepare = classmethod(stand_in(source, "prepare", fake(), prepared, name))  # type: ignore[attr-defined]
+    monkeypatch.setattr(decoder_module, name, fake)
+    contender = next(c for c in bench_decode.our_contenders(["fp32"]) if c.kernel == kernel)
+    call, outs = contender.prepare(inputs), inputs.empty_outputs()
+    for layer in (0, 1):
+        call(inputs.caches[layer], outs[layer])
+    assert (prepared[0]["problem"].partial_dtype, prepared[0]["max_requests"]) == (torch.float32, BATCH)
+    assert len(planned) == schedules and len(calls) == 2
+    assert calls[1]["kv_cache"].data_ptr() == inputs.caches[1].data_ptr() and calls[1]["out"].data_ptr() == outs[1].data_ptr()
+    assert calls[1]["schedule"].data_ptr() == planned[0]["schedule"].data_ptr()
+    assert calls[1]["workspace"].numel() == 2000 and calls[1]["workspace"].view(torch.float32).isnan().all()

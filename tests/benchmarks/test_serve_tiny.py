@@ -1,0 +1,223 @@
+"""serve_tiny's children, comparisons and options, with small programs in place of vLLM."""
+
+import json
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks import serve_tiny
+from benchmarks.answers import PROMPT_TOKENS, Answer
+from benchmarks.engine_process import EngineProcess
+from benchmarks.evidence import RunFacts
+from benchmarks.serve_tiny import evidence_of, executed, parse_arguments, planned_runs
+from benchmarks.served_run import ENGINE_OPTIONS, RunRecord, ServedRun, execute, recorded_child, server_arguments
+from benchmarks.tiny_checkpoint import TinyCheckpoint
+
+FACTS = RunFacts("python x", "c0ffee", False, "NVIDIA H200", "580.1", "2.11", "0.33.0", "4.8.0", "2026-12-01T00:00:00+00:00")
+
+# Answers as vLLM's completions endpoint does for a model without a tokenizer; /health only after a moment.
+FAKE_SERVER = """
+import json, os, signal, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+print("Using AttentionBackendEnum.DENSE_MLA backend.", flush=True)
+print("partial dtype", os.environ["VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"], "for DENSE_MLA", flush=True)
+ready = time.monotonic() + 0.7
+class Handler(BaseHTTPRequestHandler):
+    def reply(self, status, content):
+        self.send_response(status); self.end_headers(); self.wfile.write(json.dumps(content).encode())
+    def do_GET(self):
+        self.reply(200 if time.monotonic() > ready else 503, {})
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if os.environ.get("FAKE_REFUSES"):
+            return self.reply(400, {"error": "no such thing"})
+        step = {"token_id:5": -0.25, "token_id:9": -2.0}
+        n = body["max_tokens"]
+        choice = {"token_ids": [5] * n, "logprobs": {"top_logprobs": [step] * n}}
+        self.reply(200, {"choices": [{"index": i} | choice for i, _ in enumerate(body["prompt"])]})
+    def log_message(self, *args): pass
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+FAKE_ENGINE = """
+import sys
+print("Using AttentionBackendEnum.TRITON_MLA backend.")
+open(sys.argv[1], "w").write(sys.argv[2])
+"""
+
+
+def answers(logprob: float = -0.25) -> list[Answer]:
+    return [Answer(n, (5,) * 48, (logprob,) * 48, (9,) * 48, (-2.0,) * 48) for n in PROMPT_TOKENS]
+
+
+def record(name: str, found: list[Answer], error: str | None = None) -> RunRecord:
+    path, *backend = name.split("_")
+    dtype = backend.pop() if backend[-1] in ("bf16", "fp32") else None
+    return RunRecord(name, path, "_".join(backend).upper(), dtype, answers=found, error=error)
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(self: ServedRun, checkpoint: Path, scratch: Path, port: int, serve_arguments: list[str]) -> list[str]:
+        if self.path == "serve":
+            return [sys.executable, "-c", FAKE_SERVER, str(port)]
+        return [sys.executable, "-c", FAKE_ENGINE, str(scratch / f"{self.name}.json"), json.dumps([asdict(answer) for answer in answers()])]
+
+    monkeypatch.setattr(ServedRun, "command", command)
+
+
+def run(what: ServedRun, folder: Path, seconds: float = 30) -> RunRecord:
+    started: list[EngineProcess] = []
+    result = execute(what, folder / "checkpoint", folder, folder / "run.log", time.monotonic() + seconds, [], started.append)
+    assert started[0].exit_status() is not None, "a process was left behind"
+    return result
+
+
+def test_served_run_answers_over_http_and_shuts_down(fake_vllm: None, tmp_path: Path) -> None:
+    result = run(ServedRun("serve", "DENSE_MLA", "fp32"), tmp_path)
+    assert (result.error, result.exit_status, result.name) == (None, 0, "serve_dense_mla_fp32")
+    assert result.answers == answers()
+    assert "partial dtype fp32 for DENSE_MLA" in result.log_lines
+    assert result.command.startswith("VLLM_K3_DENSE_MLA_PARTIAL_DTYPE=fp32 python -c")
+
+
+def test_served_run_records_the_servers_refusal(fake_vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_REFUSES", "1")
+    assert "POST /v1/completions answered 400" in str(run(ServedRun("serve", "DENSE_MLA", "bf16"), tmp_path).error)
+
+
+def test_offline_run_reads_the_answers_of_its_child(fake_vllm: None, tmp_path: Path) -> None:
+    result = run(ServedRun("offline", "TRITON_MLA"), tmp_path)
+    assert result.error is None and result.answers == answers()
+
+
+def test_a_run_whose_log_names_another_backend_is_an_error(fake_vllm: None, tmp_path: Path) -> None:
+    assert "does not say that FLASHMLA was used" in str(run(ServedRun("offline", "FLASHMLA"), tmp_path).error)
+
+
+@pytest.mark.parametrize(
+    ("program", "seconds", "message"),
+    [
+        ("raise SystemExit('no plugin')", 30, "ended with status 1 before it was healthy"),
+        ("import time; time.sleep(60)", 1, "not healthy at the time limit"),
+    ],
+)
+def test_a_server_that_never_answers_is_recorded_and_ended(
+    program: str, seconds: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServedRun, "command", lambda *_: [sys.executable, "-c", program])
+    assert message in str(run(ServedRun("serve", "DENSE_MLA", "bf16"), tmp_path, seconds).error)
+
+
+def test_runs_go_side_by_side_into_one_passing_evidence(fake_vllm: None, tmp_path: Path) -> None:
+    args = parse_arguments(["--parallel", "--json", str(tmp_path / "evidence" / "tiny.json"), "--layers", "1"])
+    runs = planned_runs(["offline", "serve"], ["TRITON_MLA"], []) + planned_runs(["serve"], ["DENSE_MLA"], ["bf16", "fp32"])
+    records = {result.name: result for result in executed(runs, args, time.monotonic() + 60)}
+    assert sorted(records) == ["offline_triton_mla", "serve_dense_mla_bf16", "serve_dense_mla_fp32"]
+    assert not [result.error for result in records.values() if result.error]
+    assert len(list((tmp_path / "evidence").glob("tiny_*.log"))) == 3
+    records |= {name: record(name, answers()) for name in ("offline_dense_mla_bf16", "offline_dense_mla_fp32")}
+    assert evidence_of(FACTS, records)["passed"]
+
+
+def test_evidence_needs_every_comparison() -> None:
+    good = {name: record(name, answers()) for name in ("offline_triton_mla", "offline_dense_mla_bf16", "serve_dense_mla_bf16")}
+    content = evidence_of(FACTS, good)
+    assert content["passed"]
+    assert [(item["run"], item["with"]) for item in content["comparisons"]] == [
+        ("offline_dense_mla_bf16", "offline_triton_mla"),
+        ("serve_dense_mla_bf16", "offline_triton_mla"),
+        ("serve_dense_mla_bf16", "offline_dense_mla_bf16"),
+    ]
+    assert content["comparisons"][0]["prompts"][7]["prompt_tokens"] == 4000
+    assert not evidence_of(FACTS, {k: v for k, v in good.items() if k != "offline_triton_mla"})["passed"]
+    assert not evidence_of(FACTS, good | {"offline_dense_mla_bf16": record("offline_dense_mla_bf16", answers(-0.4))})["passed"]
+    assert not evidence_of(FACTS, good | {"serve_dense_mla_bf16": record("serve_dense_mla_bf16", [], "TimeoutError: slow")})["passed"]
+    assert not evidence_of(FACTS, {"offline_triton_mla": good["offline_triton_mla"]})["passed"]
+
+
+def test_evidence_is_read_back_for_a_later_part(tmp_path: Path) -> None:
+    records = {name: record(name, answers()) for name in ("offline_triton_mla", "offline_dense_mla_bf16")}
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(evidence_of(FACTS, records), allow_nan=False))
+    assert serve_tiny.earlier_records(path) == records
+
+
+def test_another_backend_may_differ_without_failing_ours() -> None:
+    records = {name: record(name, answers()) for name in ("offline_triton_mla", "offline_dense_mla_bf16")}
+    records["offline_flashmla"] = record("offline_flashmla", answers(-0.9))
+    content = evidence_of(FACTS, records)
+    assert content["passed"]
+    assert [item["within_bar"] for item in content["comparisons"]] == [True, False]
+
+
+def test_planned_runs() -> None:
+    names = [what.name for what in planned_runs(["offline", "serve"], ["TRITON_MLA", "DENSE_MLA"], ["bf16", "fp32"])]
+    assert names[:3] == ["offline_triton_mla", "offline_dense_mla_bf16", "offline_dense_mla_fp32"]
+    assert names[3:] == ["serve_dense_mla_bf16", "serve_dense_mla_fp32"]
+    assert [what.name for what in planned_runs(["serve"], ["FLASHMLA"], ["bf16"])] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parts", "serve", "--backends", "TRITON_MLA"], "nothing to run: only DENSE_MLA is served"),
+        (["--parts", "offline,http"], "--parts must be offline, serve or both, got http"),
+    ],
+)
+def test_bad_arguments_say_what_is_allowed(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_plugin_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
+    with pytest.raises(ValueError, match=r"no entry point dense_mla in group vllm.general_plugins .found: none.; install the project first"):
+        serve_tiny.check_plugin(["TRITON_MLA", "DENSE_MLA"])
+    serve_tiny.check_plugin(["TRITON_MLA"])
+
+
+def test_vllm_takes_the_engine_options_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    if not current_platform.device_type:  # the parser asks for the kind of device
+        monkeypatch.setattr(current_platform, "device_type", "cuda")
+    parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(["CHECKPOINT", *server_arguments("DENSE_MLA", 8123)])
+    assert (parsed.attention_backend, parsed.port, parsed.max_model_len, parsed.kv_cache_memory_bytes) == ("DENSE_MLA", 8123, 8192, 2**30)
+    assert parsed.skip_tokenizer_init and parsed.fail_on_environ_validation and parsed.enable_prefix_caching is False
+    mode, graphs = parsed.compilation_config.mode, parsed.compilation_config.cudagraph_mode
+    assert ENGINE_OPTIONS.keys() <= {field.name for field in fields(EngineArgs)}
+    assert int(mode) == 0 and getattr(graphs, "name", graphs) == "FULL_DECODE_ONLY"
+
+
+def test_recorded_command_names_no_place(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    command = ServedRun("offline", "TRITON_MLA").command(checkpoint, tmp_path, 1, [])
+    text = recorded_child(command, {}, checkpoint, tmp_path)
+    assert text.startswith("python kernels/benchmarks/offline_engine.py CHECKPOINT offline_triton_mla.json {")
+    assert str(tmp_path) not in text and sys.executable not in text
+
+
+def test_checkpoint_holds_what_its_config_says(tmp_path: Path) -> None:
+    TinyCheckpoint(heads=12, layers=2).write(tmp_path)
+    config, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    assert (config["num_attention_heads"], config["kv_lora_rank"], config["qk_rope_head_dim"]) == (12, 512, 64)
+    assert config["first_k_dense_replace"] == config["num_hidden_layers"] == 2
+    assert weights["model.layers.1.self_attn.q_proj.weight"].shape == (12 * 192, 1024)
+    assert weights["model.layers.1.self_attn.kv_b_proj.weight"].shape == (12 * 256, 512)
+    assert weights["model.layers.0.self_attn.o_proj.weight"].shape == (1024, 12 * 128)
+    assert len(weights) == 3 + 2 * 10 and {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    again = TinyCheckpoint(heads=12, layers=2).weights()
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
