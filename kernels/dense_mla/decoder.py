@@ -9,6 +9,7 @@ from .problem import HEAD_DIM_QK, HEAD_DIM_V, DecodeProblem
 from .schedule import MAX_REQUESTS, max_slots, schedule_words
 from .workspace import ALIGNMENT, WorkspaceSize, workspace_size, workspace_views
 
+MERGE_CTAS_PER_SM = 2  # of 512 threads; a second wave would start after the first
 TMA_ALIGNMENT = 16  # bytes: of base addresses and of every stride but the last
 
 
@@ -25,6 +26,7 @@ class DenseMLADecoder:
         self.max_requests = max_requests
         self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
         self.num_ranges = problem.num_ranges(self.sm_count)
+        self._merge_ctas = MERGE_CTAS_PER_SM * self.sm_count
         self._kernels = kernels
 
     @classmethod
@@ -119,7 +121,7 @@ class DenseMLADecoder:
             _tma_view(kv_cache), _tma_view(q_nope), _tma_view(q_rope), block_table, seq_lens, schedule, _tma_view(out), lse,
             out_partial, lse_partial, scale * LOG2_E, self.num_ranges,
         )  # fmt: skip
-        self._kernels.merge(out_partial, lse_partial, schedule, _tma_view(out), lse, self.num_ranges, self.sm_count)
+        self._kernels.merge(out_partial, lse_partial, schedule, _tma_view(out), lse, self.num_ranges, self._merge_ctas)
 
     def _load(self) -> None:
         """Launches everything once on an empty request, so that no module is loaded during capture or serving."""

@@ -18,7 +18,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, pipeline
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
@@ -39,6 +39,8 @@ THREADS = 128 * (CONSUMERS + 1)
 SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may have on compute capability 9.0
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 65,536 / 384 = 168 at launch
 LN2 = math.log(2.0)
+# Chunks in the order in which the last tile gives them back: the rope columns after the scores, then each warpgroup's value columns.
+CHUNK_ORDER = (8, 0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def k_major(rows: int, columns: int, stages: int | None = None) -> Any:
@@ -162,7 +164,7 @@ class ForwardSm90:
         @cute.struct
         class Storage:
             k_full: cute.struct.MemRange[Int64, K_STAGES * CHUNKS]
-            k_empty: cute.struct.MemRange[Int64, K_STAGES]
+            k_empty: cute.struct.MemRange[Int64, K_STAGES * CHUNKS]
             q_full: cute.struct.MemRange[Int64, self.q_stages]
             q_empty: cute.struct.MemRange[Int64, self.q_stages]
             warp_values: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMERS * 4 * self.score_rows], 16]
@@ -185,8 +187,7 @@ class ForwardSm90:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(K_STAGES * CHUNKS):
                     cute.arch.mbarrier_init(k_full + i, 1)
-                for i in cutlass.range_constexpr(K_STAGES):
-                    cute.arch.mbarrier_init(k_empty + i, CONSUMERS * 4)
+                    cute.arch.mbarrier_init(k_empty + i, 4)
                 for i in cutlass.range_constexpr(self.q_stages):
                     cute.arch.mbarrier_init(q_full + i, 1)
                     cute.arch.mbarrier_init(q_empty + i, CONSUMERS * 4)
@@ -242,16 +243,17 @@ class ForwardSm90:
         for request in cutlass.range(words[0], words[2] + 1, unroll=1):
             begin, end = self.tile_span(words, request, mSeqLens)
             for tile in cutlass.range(begin, end, unroll=1):
-                cute.arch.mbarrier_wait(k_empty + stage, phase)
                 if cutlass.const_expr(boxes == 1):
                     page, part = mTable[request, tile // tiling.tiles_per_page], tile % tiling.tiles_per_page
-                    for chunk in cutlass.range_constexpr(CHUNKS):
+                    for i in cutlass.range_constexpr(CHUNKS):
+                        chunk = CHUNK_ORDER[i]
                         barrier = k_full + stage * CHUNKS + chunk
+                        cute.arch.mbarrier_wait(k_empty + stage * CHUNKS + chunk, phase)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(barrier, TILE_KEYS * CHUNK * 2)
                         cute.copy(tma, tKgK[None, part, chunk, page], tKsK[None, 0, chunk, stage], tma_bar_ptr=barrier)
                 else:
-                    self.load_small_pages(tma, mTable, mSeqLens[request], request, tile, num_pages, stage, k_full, tKsK, tKgK)
+                    self.load_small_pages(tma, mTable, mSeqLens[request], request, tile, num_pages, stage, phase, k_full, k_empty, tKsK, tKgK)
                 wrap = stage + 1 == K_STAGES
                 stage = Int32(0) if wrap else stage + 1
                 phase = phase ^ 1 if wrap else phase
@@ -266,7 +268,9 @@ class ForwardSm90:
         tile: Int32,
         num_pages: Int32,
         stage: Int32,
+        phase: Int32,
         k_full: cute.Pointer,
+        k_empty: cute.Pointer,
         tKsK: cute.Tensor,
         tKgK: cute.Tensor,
     ) -> None:
@@ -274,6 +278,7 @@ class ForwardSm90:
         boxes = self.tiling.pages_per_tile
         # Rolled loops: 36 unrolled copies spill the producer's registers.
         for chunk in cutlass.range(CHUNKS, unroll=1):
+            cute.arch.mbarrier_wait(k_empty + stage * CHUNKS + chunk, phase)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage * CHUNKS + chunk, TILE_KEYS * CHUNK * 2)
         for box in cutlass.range(boxes, unroll=1):
@@ -360,8 +365,7 @@ class ForwardSm90:
         sQMine = sQMine[None, None, group if self.split_rows else 0, None, None]
         tSrQ = thr_s.make_fragment_B(thr_s.partition_B(sQMine))  # (MMA, 1, 4, 9, stage)
         sV = cute.composition(sK, cute.make_ordered_layout((HEAD_DIM_QK, TILE_KEYS, K_STAGES), order=(1, 0, 2)))
-        sV = cute.local_tile(sV, (VALUE_COLUMNS, TILE_KEYS), (group, 0, None))
-        tOrV = thr_o.make_fragment_A(thr_o.partition_A(sV))
+        tOrV = thr_o.make_fragment_A(thr_o.partition_A(cute.flat_divide(sV, (CHUNK, TILE_KEYS))))  # (MMA, 1, 4, 9, 1, stage)
         tOrP = thr_o.make_fragment_B(thr_o.partition_B(sP))
         acc_o = cute.make_rmem_tensor(mma_o.partition_shape_C((VALUE_COLUMNS, self.tile_rows)), Float32)
         rO = softmax.accumulator_view(acc_o, self.tile_rows // 8, VALUE_COLUMNS // 64)
@@ -402,9 +406,7 @@ class ForwardSm90:
                 if keys < TILE_KEYS:
                     self.clear_values(sK, cutlass.max(keys, 0), stage, group, thread)
                 self.share_factor(storage, rO, factor, group, warp_index, lane)
-                self.accumulate(mma_o, acc_o, tOrV, tOrP, stage)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(storage.k_empty.data_ptr() + stage)
+                self.accumulate(storage, mma_o, acc_o, tOrV, tOrP, stage, group)
                 wrap = stage + 1 == K_STAGES
                 stage = Int32(0) if wrap else stage + 1
                 phase = phase ^ 1 if wrap else phase
@@ -415,9 +417,8 @@ class ForwardSm90:
                 q_wrap = q_stage + 1 == self.q_stages
                 q_stage = Int32(0) if q_wrap else q_stage + 1
                 q_phase = q_phase ^ 1 if q_wrap else q_phase
-            self.finish(
-                storage, rO, row_max, row_sum, factor, warp_values, mOut, mLse, mOutPartial, mLsePartial, request, slot, row_tile, group, warp_index, lane
-            )
+            outputs = (mOut, mLse, mOutPartial, mLsePartial)
+            self.finish(storage, rO, row_max, row_sum, factor, warp_values, outputs, request, slot, row_tile, group, warp_index, lane)
 
     @cute.jit
     def scores(
@@ -438,9 +439,10 @@ class ForwardSm90:
         atom = cute.make_mma_atom(mma_s.op)
         atom.set(warpgroup.Field.ACCUMULATE, False)
         k_blocks = 4 if self.split_rows else 4 // CONSUMERS
-        for chunk in cutlass.range_constexpr(CHUNKS):
+        for step in cutlass.range_constexpr(CHUNKS):
+            chunk = CHUNK_ORDER[step]
             cute.arch.mbarrier_wait(storage.k_full.data_ptr() + stage * CHUNKS + chunk, phase)
-            if cutlass.const_expr(chunk == 0):
+            if cutlass.const_expr(step == 0):
                 warpgroup.fence()
             for i in cutlass.range_constexpr(k_blocks):
                 block = i if cutlass.const_expr(self.split_rows) else group * k_blocks + i
@@ -562,15 +564,29 @@ class ForwardSm90:
             cute.copy(store, zeros, vectors[None, key, column, stage])
 
     @cute.jit
-    def accumulate(self, mma_o: cute.TiledMma, acc_o: cute.Tensor, tOrV: cute.Tensor, tOrP: cute.Tensor, stage: Int32) -> None:
-        """acc_o += V^T P^T."""
+    def accumulate(
+        self, storage: cutlass.Constexpr, mma_o: cute.TiledMma, acc_o: cute.Tensor, tOrV: cute.Tensor, tOrP: cute.Tensor, stage: Int32, group: Int32
+    ) -> None:
+        """acc_o += V^T P^T, 64 value columns at a time, each given back to the producer as soon as it is done with."""
+        m_tiles = VALUE_COLUMNS // CHUNK
+        empty = storage.k_empty.data_ptr() + stage * CHUNKS
+        # Both warpgroups have their scores: the barriers of the softmax lie behind.
+        if group == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty + CHUNKS - 1)
         warpgroup.fence()
-        atom = cute.make_mma_atom(mma_o.op)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-        for block in cutlass.range_constexpr(TILE_KEYS // 16):
-            cute.gemm(atom, acc_o, tOrV[None, None, block, stage], tOrP[None, None, block], acc_o)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
+        for m_tile in cutlass.range_constexpr(m_tiles):
+            atom = cute.make_mma_atom(mma_o.op)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+            shape = mma_o.partition_shape_C((CHUNK, self.tile_rows))
+            acc = cute.make_tensor(acc_o.iterator + m_tile * (CHUNK * self.tile_rows // 128), cute.make_layout(shape))
+            for block in cutlass.range_constexpr(TILE_KEYS // 16):
+                cute.gemm(atom, acc, tOrV[None, None, block, group * m_tiles + m_tile, 0, stage], tOrP[None, None, block], acc)
+            warpgroup.commit_group()
+        for m_tile in cutlass.range_constexpr(m_tiles):
+            warpgroup.wait_group(m_tiles - 1 - m_tile)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty + group * m_tiles + m_tile)
 
     @cute.jit
     def finish(
@@ -581,10 +597,7 @@ class ForwardSm90:
         row_sum: cute.Tensor,
         inverse: cute.Tensor,
         warp_values: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mOutPartial: cute.Tensor,
-        mLsePartial: cute.Tensor,
+        outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
         request: Int32,
         slot: Int32,
         row_tile: Int32,
@@ -612,6 +625,7 @@ class ForwardSm90:
 
         # Step 2: store. With a lane that can be hoisted, the addresses of all stores live across the loop over the tiles and spill.
         lane = pinned_lane_index()
+        mOut, mLse, mOutPartial, mLsePartial = outputs
         row0 = row_tile * self.tile_rows
         if slot == NO_SLOT:
             self.store_rows(rO, mOut[request, None, None], row0, group, warp_index, lane)

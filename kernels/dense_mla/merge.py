@@ -4,7 +4,8 @@ This is the log-sum-exp rule by which FlashDecoding and FlashAttention combine s
 is in base 2; the LSE handed out is in natural log. Pieces are added in a fixed order: the same bits for the same schedule.
 
 A thread owns four columns of one row. Where few requests are split, several threads ("strands") share the pieces of a row, so that a single
-long request still fills the GPU; their sums meet in shared memory. Requests that one CTA covered are not touched.
+long request still fills the GPU: up to four strands in a warp, whose sums meet by shuffles, and up to eight warps, whose sums meet in
+shared memory. Requests that one CTA covered are not touched.
 """
 
 import math
@@ -21,10 +22,12 @@ from .schedule import HEADER_WORDS, RANGE_WORDS, SPLIT_WORDS
 from .torch_types import cutlass_dtype
 
 THREADS = 512
+WARPS = THREADS // 32
 VECTOR = 4  # columns of a thread
 ROW_VECTORS = HEAD_DIM_V // VECTOR
-MAX_LOG_STRANDS = 5
-BATCH = 4  # pieces whose loads are in flight together
+LANE_STRANDS_LOG2 = 2  # at most 4 strands in a warp: 8 lanes remain, which read 128 neighbouring bytes of FP32
+WARP_STRANDS_LOG2 = 3
+BATCH = 5  # pieces of a strand whose loads are in flight together: 160 of a row, more than an H200 has ranges
 LN2 = math.log(2.0)
 
 
@@ -64,52 +67,63 @@ class Merge:
         num_ctas: Int32,
     ) -> None:
         thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
 
         @cute.struct
         class Storage:
             sums: cute.struct.Align[cute.struct.MemRange[Float32, THREADS * VECTOR], 16]
-            maxima: cute.struct.MemRange[Float32, THREADS]
             weights: cute.struct.MemRange[Float32, THREADS]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        sSums = storage.sums.get_tensor(cute.make_layout((VECTOR, THREADS)))
-        sMaxima = storage.maxima.get_tensor(cute.make_layout((THREADS,)))
-        sWeights = storage.weights.get_tensor(cute.make_layout((THREADS,)))
+        sSums = storage.sums.get_tensor(cute.make_layout((VECTOR, 32, WARPS)))
+        sWeights = storage.weights.get_tensor(cute.make_layout((32, WARPS)))
 
         # Step 1: share out the work. The schedule was complete before the forward started, so it may be read before the wait.
         vectors = mSchedule[0] * (self.rows * ROW_VECTORS)
-        log_strands = Int32(0)
-        for i in cutlass.range_constexpr(MAX_LOG_STRANDS):
-            log_strands = Int32(i + 1) if (vectors << (i + 1)) <= num_ctas * THREADS else log_strands
-        per_cta = Int32(THREADS) >> log_strands
-        column, strand = thread % per_cta, thread // per_cta
-        strands = Int32(1) << log_strands
+        lane_log2, warp_log2 = Int32(0), Int32(0)
+        for i in cutlass.range_constexpr(1, LANE_STRANDS_LOG2 + WARP_STRANDS_LOG2 + 1):
+            fits = (vectors << i) <= num_ctas * THREADS
+            if cutlass.const_expr(i <= LANE_STRANDS_LOG2):
+                lane_log2 = Int32(i) if fits else lane_log2
+            else:
+                warp_log2 = Int32(i - LANE_STRANDS_LOG2) if fits else warp_log2
+        warp_vectors = Int32(32) >> lane_log2  # of a warp: neighbouring columns of one row
+        cta_vectors = Int32(THREADS) >> (lane_log2 + warp_log2)
+        warp_strand = warp % (Int32(1) << warp_log2)
+        strand = warp_strand * (Int32(1) << lane_log2) + lane // warp_vectors
+        strands = Int32(1) << (lane_log2 + warp_log2)
+        column = (warp >> warp_log2) * warp_vectors + lane % warp_vectors
+
+        base = cta * cta_vectors
+        # A warp without work of its own repeats the last row, so that shuffles and barriers meet everyone.
+        vector = cutlass.max(cutlass.min(base + column, vectors - 1), 0)
+        request, first, pieces = self.split_of(mSchedule, num_ranges, vector)
 
         # Step 2: the forward's partials. Also where nothing is split: our end must not come before the forward's.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        for base in cutlass.range(cta * per_cta, vectors, num_ctas * per_cta, unroll=1):
-            vector = base + column
-            split = vector // (self.rows * ROW_VECTORS)
+        while base < vectors:
             row = vector // ROW_VECTORS % self.rows
-            words = mSchedule.iterator + HEADER_WORDS + num_ranges * RANGE_WORDS + split * SPLIT_WORDS
-            words = cute.make_tensor(words, cute.make_layout((SPLIT_WORDS,)))
             total = cute.make_rmem_tensor((VECTOR,), Float32)
-            total.fill(0.0)
-            maximum, weight = -Float32.inf, Float32(0.0)
-            if vector < vectors:
-                maximum, weight = self.add_pieces(mOutPartial, mLsePartial, total, words, row, vector % ROW_VECTORS, strand, strands)
-            if log_strands > 0:
-                cute.autovec_copy(total, sSums[None, thread])
-                sMaxima[thread] = maximum
-                sWeights[thread] = weight
-                cute.arch.sync_threads()
-                if strand == 0:
-                    maximum, weight = self.add_strands(sSums, sMaxima, sWeights, total, thread, per_cta, strands)
-                cute.arch.sync_threads()
+            maximum, weight = self.add_pieces(
+                mOutPartial, mLsePartial, total, first, pieces, row, vector % ROW_VECTORS, lane, strand, strands
+            )
+            weight = self.add_lanes(total, weight, lane_log2)
+            if warp_log2 > 0:
+                weight = self.add_warps(sSums, sWeights, total, weight, lane, warp, warp_strand, warp_log2)
             if strand == 0:
-                if vector < vectors:
-                    self.store(total, maximum, weight, mOut, mLse, words[0], row, vector % ROW_VECTORS)
+                if base + column < vectors:
+                    self.store(total, maximum, weight, mOut, mLse, request, row, vector % ROW_VECTORS)
+            base += num_ctas * cta_vectors
+            vector = cutlass.min(base + column, vectors - 1)
+            request, first, pieces = self.split_of(mSchedule, num_ranges, vector)
+
+    @cute.jit
+    def split_of(self, mSchedule: cute.Tensor, num_ranges: Int32, vector: Int32) -> tuple[Int32, Int32, Int32]:
+        """Request, first slot and pieces of the split request that a vector belongs to."""
+        words = mSchedule.iterator + HEADER_WORDS + num_ranges * RANGE_WORDS + vector // (self.rows * ROW_VECTORS) * SPLIT_WORDS
+        words = cute.make_tensor(words, cute.make_layout((SPLIT_WORDS,)))
+        return words[0], words[1], words[2]
 
     @cute.jit
     def add_pieces(
@@ -117,34 +131,33 @@ class Merge:
         mOutPartial: cute.Tensor,
         mLsePartial: cute.Tensor,
         total: cute.Tensor,
-        words: cute.Tensor,
+        first: Int32,
+        pieces: Int32,
         row: Int32,
         column: Int32,
+        lane: Int32,
         strand: Int32,
         strands: Int32,
     ) -> tuple[Float32, Float32]:
-        """Weighted sum of this strand's pieces (strand, strand + strands, ...): their maximum and sum of weights."""
-        first, pieces = words[1], words[2]
-        maximum, weight = -Float32.inf, Float32(0.0)
+        """Weighted sum of this strand's pieces (strand, strand + strands, ...); returns the maximum of all pieces and the strand's weight."""
         lse = cute.make_rmem_tensor((BATCH,), Float32)
         values = cute.make_rmem_tensor((VECTOR, BATCH), self.partial_dtype)
-        for base in cutlass.range(strand, pieces, strands * BATCH, unroll=1):
-            for i in cutlass.range_constexpr(BATCH):
-                piece = base + i * strands
-                lse[i] = -Float32.inf
-                if piece < pieces:
-                    lse[i] = mLsePartial[first + piece, row]
-                    source = cute.local_tile(mOutPartial[first + piece, row, None], (VECTOR,), (column,))
-                    cute.autovec_copy(source, values[None, i])
-            new_maximum = maximum
-            for i in cutlass.range_constexpr(BATCH):
-                new_maximum = cute.arch.fmax(new_maximum, lse[i])
-            # Where every piece so far is empty the maximum is -inf, and inf - inf would be NaN.
-            reference = new_maximum if new_maximum > -Float32.inf else Float32(0.0)
-            factor = cute.math.exp2(maximum - reference, fastmath=True)
-            weight = weight * factor
-            for j in cutlass.range_constexpr(VECTOR):
-                total[j] = total[j] * factor
+        # Step 1: the first values are on their way while the maximum is found.
+        self.load_pieces(mOutPartial, mLsePartial, lse, values, first, pieces, row, column, strand, strands)
+        maximum = -Float32.inf
+        for i in cutlass.range_constexpr(BATCH):
+            if lane + 32 * i < pieces:
+                maximum = cute.arch.fmax(maximum, mLsePartial[first + lane + 32 * i, row])
+        for piece in cutlass.range(lane + 32 * BATCH, pieces, 32, unroll=1):
+            maximum = cute.arch.fmax(maximum, mLsePartial[first + piece, row])
+        for i in cutlass.range_constexpr(5):
+            maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, offset=1 << i))
+        # Step 2: sum. Where every piece is empty the maximum is -inf, and inf - inf would be NaN.
+        reference = maximum if maximum > -Float32.inf else Float32(0.0)
+        weight = Float32(0.0)
+        total.fill(0.0)
+        base = strand
+        while base < pieces:
             for i in cutlass.range_constexpr(BATCH):
                 w = cute.math.exp2(lse[i] - reference, fastmath=True)
                 weight += w
@@ -152,36 +165,69 @@ class Merge:
                     # An empty piece's values were never written: not even times 0.
                     value = values[j, i].to(Float32)
                     total[j] = total[j] + w * value if w > 0.0 else total[j]
-            maximum = new_maximum
+            base += strands * BATCH
+            if base < pieces:
+                self.load_pieces(mOutPartial, mLsePartial, lse, values, first, pieces, row, column, base, strands)
         return maximum, weight
 
     @cute.jit
-    def add_strands(
+    def load_pieces(
+        self,
+        mOutPartial: cute.Tensor,
+        mLsePartial: cute.Tensor,
+        lse: cute.Tensor,
+        values: cute.Tensor,
+        first: Int32,
+        pieces: Int32,
+        row: Int32,
+        column: Int32,
+        begin: Int32,
+        strands: Int32,
+    ) -> None:
+        """LSE and values of the BATCH pieces begin, begin + strands, ...; a piece past the end has weight 0."""
+        for i in cutlass.range_constexpr(BATCH):
+            piece = begin + i * strands
+            lse[i] = -Float32.inf
+            if piece < pieces:
+                lse[i] = mLsePartial[first + piece, row]
+                source = cute.local_tile(mOutPartial[first + piece, row, None], (VECTOR,), (column,))
+                cute.autovec_copy(source, values[None, i])
+
+    @cute.jit
+    def add_lanes(self, total: cute.Tensor, weight: Float32, lane_log2: Int32) -> Float32:
+        """Adds the strands of a warp into all of its lanes."""
+        for i in cutlass.range_constexpr(LANE_STRANDS_LOG2):
+            if i < lane_log2:
+                weight += cute.arch.shuffle_sync_bfly(weight, offset=16 >> i)
+                for j in cutlass.range_constexpr(VECTOR):
+                    total[j] = total[j] + cute.arch.shuffle_sync_bfly(total[j], offset=16 >> i)
+        return weight
+
+    @cute.jit
+    def add_warps(
         self,
         sSums: cute.Tensor,
-        sMaxima: cute.Tensor,
         sWeights: cute.Tensor,
         total: cute.Tensor,
-        thread: Int32,
-        per_cta: Int32,
-        strands: Int32,
-    ) -> tuple[Float32, Float32]:
-        """The strands of a row's columns, in order."""
-        maximum = -Float32.inf
-        for i in cutlass.range(strands, unroll=4):
-            maximum = cute.arch.fmax(maximum, sMaxima[thread + i * per_cta])
-        reference = maximum if maximum > -Float32.inf else Float32(0.0)
-        weight = Float32(0.0)
-        total.fill(0.0)
-        part = cute.make_rmem_tensor((VECTOR,), Float32)
-        for i in cutlass.range(strands, unroll=4):
-            other = thread + i * per_cta
-            factor = cute.math.exp2(sMaxima[other] - reference, fastmath=True)
-            weight += sWeights[other] * factor
-            cute.autovec_copy(sSums[None, other], part)
-            for j in cutlass.range_constexpr(VECTOR):
-                total[j] = total[j] + part[j] * factor
-        return maximum, weight
+        weight: Float32,
+        lane: Int32,
+        warp: Int32,
+        warp_strand: Int32,
+        warp_log2: Int32,
+    ) -> Float32:
+        """Adds the strands of neighbouring warps, in order, into the first of them. The maximum is common, so they only add."""
+        cute.autovec_copy(total, sSums[None, lane, warp])
+        sWeights[lane, warp] = weight
+        cute.arch.sync_threads()
+        if warp_strand == 0:
+            part = cute.make_rmem_tensor((VECTOR,), Float32)
+            for i in cutlass.range(1, Int32(1) << warp_log2, unroll=1):
+                weight += sWeights[lane, warp + i]
+                cute.autovec_copy(sSums[None, lane, warp + i], part)
+                for j in cutlass.range_constexpr(VECTOR):
+                    total[j] = total[j] + part[j]
+        cute.arch.sync_threads()
+        return weight
 
     @cute.jit
     def store(

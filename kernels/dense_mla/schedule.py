@@ -1,26 +1,30 @@
 """Who works on which keys: all requests' tiles laid end to end, cut into one contiguous range per CTA.
 
 A request of T > 0 tiles takes FIXED_COST + T units of the line, an empty one a single unit (its output still has to be written).
-The line is cut every ceil(total / num_ranges) units. A range therefore costs at most one quantum, whatever the batch: the CTAs
-differ by less than one tile and the fixed cost. A request that falls into one range is written straight to `out`; one that falls into
-several is split, and each of its pieces gets a partial slot. The pieces of a request take consecutive slots.
+The line is cut every quantum = ceil(total / num_ranges) units, so no range costs more than one quantum, whatever the batch. A request
+that falls into one range is written straight to `out`; one that falls into several is split, and each of its pieces gets a partial slot.
 
-Slot of the piece of request r in range g: g + (split requests before r). Along the line either g or r grows from piece to piece, so
-no two pieces share a slot, and there are at most num_ranges - 1 split requests: slots <= min(requests + num_ranges - 1, 2 * num_ranges).
+Where every request can stay whole, in the range where it starts, at the price of ranges of up to quantum + quantum / WHOLE_SLACK, it does:
+128 requests of 4,096 keys on 132 SMs then need no partials and no merge, which is worth more than perfect balance.
+
+The pieces of a request take consecutive slots. Slot of the piece of request r in range g: g + (split requests before r). Along the line
+either g or r grows from piece to piece, so no two pieces share a slot, and there are at most num_ranges - 1 split requests:
+slots <= min(requests + num_ranges - 1, 2 * num_ranges).
 
 The device computes this once a step (ScheduleKernel in schedule_kernel.py); `plan` is the same arithmetic in Python integers.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from .paged_kv import PageTiling
 
 FIXED_COST = 2  # what starting a request costs a CTA, in tiles
+WHOLE_SLACK = 16  # ranges may exceed the quantum by this fraction of it where that keeps every request whole
 HEADER_WORDS = 8  # word 0: split requests; the rest is padding
 RANGE_WORDS = 8  # first_request, first_tile, last_request, end_tile, first_slot, last_slot, 2 of padding
 SPLIT_WORDS = 4  # request, first_slot, pieces, 1 of padding
@@ -42,6 +46,9 @@ class Range:
     end_tile: int
     first_slot: int
     last_slot: int
+
+
+IDLE = Range(0, 0, -1, 0, NO_SLOT, NO_SLOT)
 
 
 @dataclass(frozen=True)
@@ -83,37 +90,47 @@ def plan(seq_lens: Sequence[int], page_size: int, num_ranges: int) -> Schedule:
     tiles = [tiling.num_tiles(n) for n in seq_lens]
     starts = list(accumulate((t + FIXED_COST if t else 1 for t in tiles), initial=0))
     quantum = max(-(-starts[-1] // num_ranges), 1)
+    # Requests that start in range g are firsts[g] to firsts[g + 1] - 1.
+    firsts = [bisect_left(starts, g * quantum, hi=len(tiles)) for g in range(num_ranges + 1)]
+    largest = max(starts[end] - starts[begin] for begin, end in pairwise(firsts))
+    if largest <= quantum + quantum // WHOLE_SLACK:
+        return _whole(tiles, firsts)
+    return _cut(tiles, starts, quantum, num_ranges)
 
+
+def _whole(tiles: Sequence[int], firsts: Sequence[int]) -> Schedule:
+    """Every request in the range where it starts."""
+    return Schedule(
+        tuple(
+            Range(begin, 0, end - 1, tiles[end - 1], NO_SLOT, NO_SLOT) if begin < end else IDLE
+            for begin, end in pairwise(firsts)
+        ),
+        (),
+    )
+
+
+def _cut(tiles: Sequence[int], starts: Sequence[int], quantum: int, num_ranges: int) -> Schedule:
+    """A cut every `quantum` units, wherever it falls."""
     # Unit of a request's first tile; an empty request owns one unit and no tile.
     first_units = [start + (FIXED_COST if t else 0) for start, t in zip(starts, tiles)]
     first_range = [unit // quantum for unit in first_units]
-    last_range = [(unit + max(t, 1) - 1) // quantum for unit, t in zip(first_units, tiles)]
+    last_range = [(end - 1) // quantum for end in starts[1:]]
     is_split = [first < last for first, last in zip(first_range, last_range)]
     splits_before = list(accumulate(is_split, initial=0))
 
     def slot(request: int, g: int) -> int:
         return g + splits_before[request] if is_split[request] else NO_SLOT
 
-    ranges = []
-    for g in range(num_ranges):
+    def cut_range(g: int) -> Range:
         begin, end = g * quantum, min((g + 1) * quantum, starts[-1])
-        # The first request with a unit of work at or after `begin`, and the last with one before `end`.
-        first = bisect_right([u + max(t, 1) for u, t in zip(first_units, tiles)], begin)
-        last = bisect_right(first_units, end - 1) - 1
+        # The request with the unit `begin`, and the last one that has a unit of work before `end`.
+        first, last = bisect_right(starts, begin) - 1, bisect_right(first_units, end - 1) - 1
         if begin >= end or first > last:
-            ranges.append(Range(0, 0, -1, 0, NO_SLOT, NO_SLOT))
-            continue
-        ranges.append(
-            Range(
-                first,
-                max(begin - first_units[first], 0),
-                last,
-                min(end - first_units[last], tiles[last]),
-                slot(first, g),
-                slot(last, g),
-            )
-        )
+            return IDLE
+        first_tile = max(begin - first_units[first], 0)
+        return Range(first, first_tile, last, min(end - first_units[last], tiles[last]), slot(first, g), slot(last, g))
+
     splits = tuple(
         Split(r, slot(r, first_range[r]), last_range[r] - first_range[r] + 1) for r in range(len(tiles)) if is_split[r]
     )
-    return Schedule(tuple(ranges), splits)
+    return Schedule(tuple(cut_range(g) for g in range(num_ranges)), splits)

@@ -13,7 +13,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .paged_kv import PageTiling
 from .problem import DecodeProblem
-from .schedule import FIXED_COST, HEADER_WORDS, MAX_REQUESTS, NO_SLOT, RANGE_WORDS, SPLIT_WORDS
+from .schedule import FIXED_COST, HEADER_WORDS, MAX_REQUESTS, NO_SLOT, RANGE_WORDS, SPLIT_WORDS, WHOLE_SLACK
 
 THREADS = 1024
 WARPS = THREADS // 32
@@ -39,10 +39,12 @@ class ScheduleKernel:
             starts: cute.struct.MemRange[Int32, MAX_REQUESTS + 1]
             splits_before: cute.struct.MemRange[Int32, MAX_REQUESTS]
             warp_sums: cute.struct.MemRange[Int32, WARPS]
+            too_long: cute.struct.MemRange[Int32, 1]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         sStarts = storage.starts.get_tensor(cute.make_layout((MAX_REQUESTS + 1,)))
         sSplitsBefore = storage.splits_before.get_tensor(cute.make_layout((MAX_REQUESTS,)))
+        sTooLong = storage.too_long.get_tensor(cute.make_layout((1,)))
         sWarpSums = storage.warp_sums.get_tensor(cute.make_layout((WARPS,)))
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -61,10 +63,38 @@ class ScheduleKernel:
             total += added
         if thread == 0:
             sStarts[requests] = total
+            sTooLong[0] = 0
         cute.arch.sync_threads()
         quantum = cutlass.max((total + num_ranges - 1) // num_ranges, 1)
 
-        # Step 2: the split requests, numbered.
+        # Step 2: may every request stay whole, in the range where it starts?
+        for index in cutlass.range(thread, num_ranges, THREADS, unroll=1):
+            first = self.first_start(sStarts, requests, index * quantum)
+            end = self.first_start(sStarts, requests, (index + 1) * quantum)
+            if sStarts[end] - sStarts[first] > quantum + quantum // WHOLE_SLACK:
+                sTooLong[0] = 1
+        cute.arch.sync_threads()
+        if sTooLong[0] == 0:
+            for index in cutlass.range(thread, num_ranges, THREADS, unroll=1):
+                self.write_whole_range(mSchedule, sStarts, requests, index, quantum)
+            if thread == 0:
+                mSchedule[0] = 0
+        else:
+            self.write_cut_ranges(mSchedule, sStarts, sSplitsBefore, sWarpSums, requests, num_ranges, quantum, thread)
+
+    @cute.jit
+    def write_cut_ranges(
+        self,
+        mSchedule: cute.Tensor,
+        sStarts: cute.Tensor,
+        sSplitsBefore: cute.Tensor,
+        sWarpSums: cute.Tensor,
+        requests: Int32,
+        num_ranges: Int32,
+        quantum: Int32,
+        thread: Int32,
+    ) -> None:
+        """A cut every `quantum` units: the split requests, numbered, and then the ranges, which need the numbers."""
         split_requests = Int32(0)
         for base in cutlass.range(0, requests, THREADS, unroll=1):
             request = base + thread
@@ -86,10 +116,37 @@ class ScheduleKernel:
         if thread == 0:
             mSchedule[0] = split_requests
         cute.arch.sync_threads()
-
-        # Step 3: the ranges.
         for index in cutlass.range(thread, num_ranges, THREADS, unroll=1):
-            self.write_range(mSchedule, sStarts, sSplitsBefore, requests, index, quantum)
+            self.write_cut_range(mSchedule, sStarts, sSplitsBefore, requests, index, quantum)
+
+    @cute.jit
+    def write_whole_range(self, mSchedule: cute.Tensor, sStarts: cute.Tensor, requests: Int32, index: Int32, quantum: Int32) -> None:
+        words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
+        first = self.first_start(sStarts, requests, index * quantum)
+        end = self.first_start(sStarts, requests, (index + 1) * quantum)
+        end_tile = Int32(0)
+        if first < end:
+            end_tile = self.tiles(sStarts, end - 1)
+        words[0] = first
+        words[1] = 0
+        words[2] = end - 1
+        words[3] = end_tile
+        words[4] = NO_SLOT
+        words[5] = NO_SLOT
+
+    @cute.jit
+    def first_start(self, sStarts: cute.Tensor, requests: Int32, unit: Int32) -> Int32:
+        """The first request that starts at or after a unit; `requests` where none does."""
+        found = Int32(0)
+        if unit > 0:
+            found = cutlass.min(self.request_at(sStarts, requests, unit - 1) + 1, requests)
+        return found
+
+    @cute.jit
+    def tiles(self, sStarts: cute.Tensor, request: Int32) -> Int32:
+        """Tiles of a request, from its units: an empty one has a single unit and no tile."""
+        units = sStarts[request + 1] - sStarts[request]
+        return units - FIXED_COST if units > 1 else Int32(0)
 
     @cute.jit
     def first_unit(self, sStarts: cute.Tensor, request: Int32) -> Int32:
@@ -109,7 +166,7 @@ class ScheduleKernel:
         return low
 
     @cute.jit
-    def write_range(
+    def write_cut_range(
         self, mSchedule: cute.Tensor, sStarts: cute.Tensor, sSplitsBefore: cute.Tensor, requests: Int32, index: Int32, quantum: Int32
     ) -> None:
         words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
@@ -126,7 +183,7 @@ class ScheduleKernel:
                 first, last = found_first, found_last
                 first_unit, last_unit = self.first_unit(sStarts, first), self.first_unit(sStarts, last)
                 first_tile = cutlass.max(begin - first_unit, 0)
-                end_tile = cutlass.min(end, sStarts[last + 1]) - last_unit
+                end_tile = cutlass.min(end - last_unit, self.tiles(sStarts, last))
                 if first_unit // quantum < (sStarts[first + 1] - 1) // quantum:
                     first_slot = index + sSplitsBefore[first]
                 if last_unit // quantum < (sStarts[last + 1] - 1) // quantum:

@@ -1,0 +1,98 @@
+"""The kernels compile for every supported architecture with no GPU, and the machine code is what the design counts on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from dense_mla.compiled import compile_kernels
+from dense_mla.problem import DecodeProblem
+
+SHARED_MEMORY_LIMIT = 232_448
+CAPABILITY = (9, 0)
+
+FORWARDS = [
+    DecodeProblem(1, 64),
+    DecodeProblem(8, 16, torch.float32),
+    DecodeProblem(12, 944, torch.bfloat16, return_lse=True),
+    DecodeProblem(16, 64, torch.float32, return_lse=True),
+    DecodeProblem(24, 32, torch.float32),
+    DecodeProblem(32, 768, torch.float32, return_lse=True),
+    DecodeProblem(48, 64, torch.float32),
+    DecodeProblem(64, 16, torch.float32, return_lse=True),
+    DecodeProblem(96, 48, torch.bfloat16, return_lse=True),
+    DecodeProblem(128, 64, torch.float32, return_lse=True),
+]
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What the disassembler says of one kernel."""
+
+    sass: str
+    stack_bytes: int
+    local_bytes: int
+
+    def count(self, instruction: str) -> int:
+        return len(re.findall(rf"\b{instruction}\b", self.sass))
+
+
+def cuda_tool(name: str) -> str:
+    """A program of NVIDIA's wheels, which understand the PTX that the DSL emits; an older toolkit's may not."""
+    import nvidia.cu13
+
+    return str(Path(next(iter(nvidia.cu13.__path__)), "bin", name))
+
+
+def disassemble(kernel: object, path: Path) -> MachineCode:
+    cubin = path / "kernel.cubin"
+    artifact = kernel.artifacts.CUBIN  # type: ignore[attr-defined]
+    cubin.write_bytes(artifact if isinstance(artifact, bytes) else Path(artifact).read_bytes())
+    usage = subprocess.run([cuda_tool("cuobjdump"), "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
+    sass = subprocess.run([cuda_tool("nvdisasm"), "-c", cubin], check=True, capture_output=True, text=True).stdout
+    return MachineCode(sass, *(int(re.findall(rf"{key}:(\d+)", usage)[-1]) for key in ("STACK", "LOCAL")))
+
+
+def assert_no_spills(code: MachineCode) -> None:
+    assert (code.stack_bytes, code.local_bytes, code.count("STL"), code.count("LDL")) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("problem", FORWARDS, ids=lambda p: f"{p.num_heads}x{p.page_size}-{p.partial_dtype}")
+def test_every_kernel_of_a_problem(problem: DecodeProblem, tmp_path: Path) -> None:
+    kernels = compile_kernels(problem, CAPABILITY, "--keep-cubin", f"--dump-dir {tmp_path}")
+    forward, merge, schedule = (disassemble(k, tmp_path) for k in (kernels.forward, kernels.merge, kernels.schedule))
+    for code in (forward, merge, schedule):
+        assert_no_spills(code)
+    # Scores: 36 k16 steps of 576 columns, halved where the warpgroups split the columns. Values: four m64 tiles of four k16 steps each.
+    score_steps = 36 if problem.tile_rows > 32 else 18
+    score_rows = problem.tile_rows // 2 if problem.tile_rows > 32 else problem.tile_rows
+    assert forward.count("HGMMA") == forward.sass.count("HGMMA.64x") == score_steps + 16
+    assert forward.sass.count(f"HGMMA.64x{score_rows}x16") >= score_steps
+    assert forward.sass.count(f"HGMMA.64x{problem.tile_rows}x16") >= 16
+    assert forward.count("UTMALDG") > 0 and forward.count("USETMAXREG") == 2
+    # Programmatic dependent launch: each kernel waits for the one before it, and lets the next one queue up.
+    assert all(code.count("ACQBULK") == 1 and code.sass.count("PREEXIT") == 1 for code in (forward, merge, schedule))
+
+
+@pytest.mark.parametrize("tile_rows", [8, 16, 24, 32, 48, 64])
+def test_shared_memory_fits(tile_rows: int) -> None:
+    import cutlass.cute as cute
+
+    from dense_mla.forward_sm90 import ForwardSm90, fake_arguments
+
+    problem = DecodeProblem(tile_rows, 64)
+    assert problem.tile_rows == tile_rows
+    forward = ForwardSm90(problem)
+    cute.compile(forward, *fake_arguments(problem), options="--gpu-arch sm_90a --enable-tvm-ffi")
+    assert 0 < forward.shared_memory_bytes <= SHARED_MEMORY_LIMIT
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)])
+def test_other_architectures_are_refused_before_anything_compiles(capability: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=rf"compute capability {capability[0]}\.{capability[1]} has no dense MLA kernel; supported: 9\.0"):
+        compile_kernels(DecodeProblem(16, 64), capability)
