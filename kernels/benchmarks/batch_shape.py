@@ -45,6 +45,11 @@ class BatchShape:
         return len(self.seq_lens)
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all requests have the same length."""
+        return len(set(self.seq_lens)) == 1
+
+    @property
     def context(self) -> int:
         """Keys of the longest request."""
         return max(self.seq_lens)

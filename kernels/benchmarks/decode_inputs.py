@@ -15,6 +15,7 @@ from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V
 ROTATED_BYTES = 400_000_000  # an H200's L2 holds 60 MB: a cache comes round again after several times that
 MEMORY_CAP_BYTES = 40_000_000_000
 MIN_CALLS = 16  # of a graph: the launch of a graph costs a few microseconds, which the calls share
+MIN_CALL_BYTES = 10_000_000_000  # or calls that read this much, 2 ms of an H200: enough to share the cost as well
 SCALE = 192**-0.5  # of the 128 + 64 dimensions before DeepSeek's latent projection
 SEED = 20
 
@@ -59,7 +60,7 @@ class DecodeInputs:
     @property
     def calls(self) -> int:
         """Calls of one graph."""
-        return num_calls(len(self.caches))
+        return num_calls(len(self.caches), self.shape.kv_bytes)
 
     def empty_outputs(self) -> torch.Tensor:
         """An output for every layer, `[layers, requests, heads, 512]`, poisoned with NaN."""
@@ -89,9 +90,10 @@ def num_caches(cache_bytes: int, rotated_bytes: int = ROTATED_BYTES, cap_bytes: 
     return count
 
 
-def num_calls(caches: int, minimum: int = MIN_CALLS) -> int:
-    """Calls of one graph: every cache equally often, `minimum` calls or more."""
-    return caches * -(-minimum // caches)
+def num_calls(caches: int, call_bytes: int) -> int:
+    """Calls of one graph, each reading `call_bytes`: every cache equally often, and `MIN_CALLS` or as many as read `MIN_CALL_BYTES`."""
+    wanted = min(MIN_CALLS, -(-MIN_CALL_BYTES // call_bytes))
+    return caches * -(-wanted // caches)
 
 
 def worst_relative_l2(out: torch.Tensor, reference: torch.Tensor) -> float:

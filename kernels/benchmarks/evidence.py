@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.graph_timing import TIMING
+
 ROOT = Path(__file__).resolve().parents[2]
 EVIDENCE_DIR = ROOT / "docs" / "evidence"
 COMMIT_VARIABLE = "DENSE_MLA_COMMIT"
@@ -45,13 +47,16 @@ class DecodeRow:
     """One kernel at one shape.
 
     Attributes:
-        kernel: `dense_mla`, `dense_mla+schedule` (the schedule kernel launched before every call) or the peer's vLLM name.
+        kernel: `dense_mla`, `dense_mla+schedule` (the schedule kernel launched before every call), `dense_mla+planned` (captured for longer
+            requests, see `planned_for`) or the peer's vLLM name.
         context: keys of the longest request; `keys` is the sum over the batch.
+        planned_for: keys of the longest request that the capture allowed for.
         us_samples: microseconds a call, one sample a graph replay; `us` is their median.
         GBps: KV bytes of the batch / `us`.
         relative_l2: of the worst request of the timed buffers, against softmax attention in FP64.
         floor_us: KV bytes of the batch / the read ceiling.
         caches: distinct KV caches that the calls of a replay rotate over; `calls` is how many calls that is.
+        sm_clock_mhz: clock of the SMs while the shape was timed; the same for all kernels of a shape, which were timed in turn.
     """
 
     kernel: str
@@ -64,6 +69,7 @@ class DecodeRow:
     page_size: int
     kv_dtype: str
     partial_dtype: str | None
+    planned_for: int
     us_samples: tuple[float, ...]
     us: float
     GBps: float
@@ -71,6 +77,7 @@ class DecodeRow:
     floor_us: float
     caches: int
     calls: int
+    sm_clock_mhz: int | None
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,7 @@ class DecodeEvidence:
         """One flat object: the facts, the ceiling, the rows."""
         return asdict(self.facts) | {
             "read_ceiling_GBps": round(self.read_ceiling_GBps, 1),
+            "timing": TIMING,
             "rows": [asdict(row) for row in self.rows],
             "failures": [asdict(failure) for failure in self.failures],
             "not_run": self.not_run,

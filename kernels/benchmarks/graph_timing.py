@@ -1,14 +1,20 @@
-"""Times of device work between CUDA events, with the queue kept full: no sample waits for the host."""
+"""Times of device work between CUDA events, with the queue kept full: no sample waits for the host.
+
+Several kernels are timed in turn, A B C A B C: a GPU at its power limit lowers its clock, and a kernel timed alone after another would pay for
+the other's heat. In turn, all see the same clocks.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 WARM_UP_SECONDS = 0.1  # the clock rises only under load
+LEAST_SAMPLES = 20
+TIMING = "in turn: one graph replay of every kernel, then the next of every kernel"
 
 
 def capture(calls: Iterable[Callable[[], None]]) -> torch.cuda.CUDAGraph:
@@ -22,18 +28,53 @@ def capture(calls: Iterable[Callable[[], None]]) -> torch.cuda.CUDAGraph:
 
 def time_launches(launch: Callable[[], None], samples: int) -> list[float]:
     """Microseconds of each of `samples` launches, queued behind `WARM_UP_SECONDS` of the same work."""
+    return time_in_turn([launch], samples, samples)[0]
+
+
+def time_in_turn(
+    launches: Sequence[Callable[[], None]],
+    samples: int,
+    least: int = LEAST_SAMPLES,
+    budget_s: float = 1.0,
+    meanwhile: Callable[[], None] | None = None,
+) -> list[list[float]]:
+    """Microseconds of each launch, a list for each of `launches`, queued behind `WARM_UP_SECONDS` of the same rounds.
+
+    Args:
+        launches: what to time; one round is each of them once.
+        samples: rounds, as far as they fit into `budget_s`; `least` in any case.
+        meanwhile: called once everything is queued, while the device is still at it.
+    """
+    once = _seconds_of_round(launches)
+    for _ in range(min(int(WARM_UP_SECONDS / once), 200)):
+        for launch in launches:
+            launch()
+    rounds = max(least, min(samples, int(budget_s / once)))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * len(launches) + 1)]
+    events[0].record()
+    for position, event in enumerate(events[1:]):
+        launches[position % len(launches)]()
+        event.record()
+    if meanwhile is not None:
+        meanwhile()
+    torch.cuda.synchronize()
+    times = [before.elapsed_time(after) * 1e3 for before, after in itertools.pairwise(events)]
+    return [times[position :: len(launches)] for position in range(len(launches))]
+
+
+def sm_clock_mhz() -> int | None:
+    """The clock of the SMs now, where the driver tells."""
+    try:
+        return torch.cuda.clock_rate()
+    except Exception:  # without nvidia-ml-py, or in a container that hides it: every kind of error
+        return None
+
+
+def _seconds_of_round(launches: Sequence[Callable[[], None]]) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(2):
-        launch()
+        for launch in launches:
+            launch()
     torch.cuda.synchronize()
-    once = (time.perf_counter() - start) / 2
-    for _ in range(min(int(WARM_UP_SECONDS / once) + 1, 200)):
-        launch()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(samples + 1)]
-    events[0].record()
-    for event in events[1:]:
-        launch()
-        event.record()
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) * 1e3 for before, after in itertools.pairwise(events)]
+    return (time.perf_counter() - start) / 2

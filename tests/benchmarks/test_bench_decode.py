@@ -1,18 +1,20 @@
 """The benchmark's own judgement, on the CPU: graphs are replaced by lists of calls, kernels by torch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import bench_decode, decode_inputs
+from benchmarks import bench_decode, decode_inputs, graph_timing, shape_timing
 from benchmarks.batch_shape import BatchShape
-from benchmarks.bench_decode import Contender, WrongAnswerError, measure_shape, parse_arguments, time_contender
+from benchmarks.bench_decode import contenders_of, ordered_work, parse_arguments
+from benchmarks.contenders import Contender, our_contenders
 from benchmarks.decode_inputs import DecodeInputs
-from benchmarks.evidence import DecodeEvidence, RunFacts
+from benchmarks.evidence import DecodeEvidence, DecodeRow, RunFacts
 from benchmarks.peers import Call
+from benchmarks.shape_timing import ShapeTiming
 
 CPU = torch.device("cpu")
 
@@ -28,12 +30,21 @@ class CallList:
             call()
 
 
+def replayed(launches: Sequence[Callable[[], None]], samples: int, meanwhile: Callable[[], None]) -> list[list[float]]:
+    for _ in range(samples):
+        for launch in launches:
+            launch()
+    meanwhile()
+    return [[160.0] * samples for _ in launches]
+
+
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(bench_decode, "capture", CallList)
-    monkeypatch.setattr(bench_decode, "time_launches", lambda launch, samples: [launch() or 160.0] * samples)
+    monkeypatch.setattr(shape_timing, "capture", CallList)
+    monkeypatch.setattr(shape_timing, "time_in_turn", replayed)
+    monkeypatch.setattr(shape_timing, "sm_clock_mhz", lambda: 1980)
     monkeypatch.setattr(decode_inputs, "num_caches", lambda cache_bytes: 2)
 
 
@@ -49,15 +60,42 @@ def torch_decode(change: Callable[[torch.Tensor], Any] = lambda out: None) -> Co
     return Contender("dense_mla", "bf16", prepare)
 
 
-def measured(contender: Contender) -> tuple[list[float], float]:
-    inputs = DecodeInputs.random(BatchShape("ragged", (70, 1)), 4, 64, CPU)
-    return time_contender(contender, inputs, {layer: inputs.reference(layer) for layer in (0, 1)}, 20)
+def measured(*contenders: Contender) -> tuple[DecodeEvidence, bool]:
+    evidence = DecodeEvidence(RunFacts("", "", False, "", None, "", None, None, ""), 4000.0)
+    alive = ShapeTiming(evidence, BatchShape("ragged", (70, 1)), 4, 64, CPU).measure(contenders, 20)
+    return evidence, alive
+
+
+def row_of(*contenders: Contender) -> DecodeRow:
+    evidence, alive = measured(*contenders)
+    assert alive and not evidence.failures
+    (row,) = evidence.rows
+    return row
+
+
+def error_of(*contenders: Contender) -> str:
+    evidence, alive = measured(*contenders)
+    assert alive and not evidence.rows
+    (failure,) = evidence.failures
+    assert (failure.kernel, failure.shape, failure.heads, failure.page_size) == (contenders[0].kernel, "ragged", 4, 64)
+    return failure.error
 
 
 def test_samples_are_microseconds_a_call() -> None:
-    samples, relative_l2 = measured(torch_decode())
-    assert samples == [10.0] * 20  # 160 us a replay of 16 calls
-    assert 0 < relative_l2 < 4e-3  # BF16 output
+    row = row_of(torch_decode())
+    assert row.us_samples == (10.0,) * 20 and row.us == 10.0  # 160 us a replay of 16 calls
+    assert 0 < row.relative_l2 < 4e-3  # BF16 output
+    assert (row.kernel, row.partial_dtype, row.batch, row.keys, row.calls, row.planned_for, row.sm_clock_mhz) == (
+        "dense_mla",
+        "bf16",
+        2,
+        71,
+        16,
+        70,
+        1980,
+    )
+    assert row.GBps == pytest.approx(71 * 1152 / 10 / 1e3, abs=0.1)
+    assert row.floor_us == pytest.approx(71 * 1152 / 4000 / 1e3, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -69,36 +107,108 @@ def test_samples_are_microseconds_a_call() -> None:
     ],
 )
 def test_a_wrong_answer_has_no_time(change: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises(WrongAnswerError, match="relative L2"):
-        measured(torch_decode(change))
+    assert "WrongAnswerError: relative L2" in error_of(torch_decode(change))
+
+
+def test_an_answer_that_breaks_during_the_timing_has_no_time() -> None:
+    calls = 0
+
+    def late(out: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 100:  # 1 call before the capture and 16 in the checked replay
+            out[1].mul_(1.02)
+
+    assert "WrongAnswerError: relative L2" in error_of(torch_decode(late))
 
 
 def test_a_kernel_that_writes_nothing_has_no_time() -> None:
-    with pytest.raises(WrongAnswerError, match="nan"):
-        measured(Contender("PEER", None, lambda inputs: lambda kv_cache, out: None))
+    assert "nan" in error_of(Contender("PEER", None, lambda inputs: lambda kv_cache, out: None))
 
 
 def test_a_failing_peer_is_recorded_and_the_others_go_on() -> None:
     def broken(inputs: DecodeInputs) -> Call:
         raise RuntimeError("no such extension")
 
-    facts = RunFacts("", "", False, "", None, "", None, None, "")
-    evidence = DecodeEvidence(facts, 4000.0)
-    alive = measure_shape(evidence, [Contender("PEER", None, broken), torch_decode()], BatchShape("2x64", (64, 64)), 4, 64, 20, CPU)
+    evidence, alive = measured(Contender("PEER", None, broken), torch_decode())
     assert alive
     assert [(failure.kernel, failure.error) for failure in evidence.failures] == [("PEER", "RuntimeError: no such extension")]
-    (row,) = evidence.rows
-    assert (row.kernel, row.partial_dtype, row.us, row.batch, row.keys, row.calls) == ("dense_mla", "bf16", 10.0, 2, 128, 16)
-    assert row.GBps == pytest.approx(128 * 1152 / 10 / 1e3, abs=0.1)
-    assert row.floor_us == pytest.approx(128 * 1152 / 4000 / 1e3, abs=1e-3)
+    assert [row.kernel for row in evidence.rows] == ["dense_mla"]
 
 
-def test_defaults_are_the_eight_shapes_in_both_dtypes_beside_three_peers(tmp_path: Path) -> None:
+def test_an_error_during_the_timing_is_every_kernels_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unspecified launch failure")
+
+    monkeypatch.setattr(shape_timing, "time_in_turn", lost)
+    evidence, _ = measured(torch_decode(), Contender("PEER", None, torch_decode().prepare))
+    assert not evidence.rows
+    assert [(failure.kernel, failure.error) for failure in evidence.failures] == [
+        ("dense_mla", "RuntimeError: unspecified launch failure"),
+        ("PEER", "RuntimeError: unspecified launch failure"),
+    ]
+
+
+def test_kernels_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        clock = 0.0
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = Event.clock
+
+        def elapsed_time(self, other: Any) -> float:
+            return float(other.at - self.at)
+
+    order: list[str] = []
+
+    def launch(name: str, milliseconds: float) -> Callable[[], None]:
+        def run() -> None:
+            order.append(name)
+            Event.clock += milliseconds
+
+        return run
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(graph_timing, "_seconds_of_round", lambda launches: 0.01)
+    launches = [launch("A", 1.0), launch("B", 2.0), launch("C", 4.0)]
+    queued: list[int] = []
+    times = graph_timing.time_in_turn(launches, 30, budget_s=1.0, meanwhile=lambda: queued.append(len(order)))
+    assert order == ["A", "B", "C"] * (10 + 30) and queued == [120]  # 0.1 s of warm-up in rounds of 0.01 s
+    assert times == [pytest.approx([1000.0] * 30), pytest.approx([2000.0] * 30), pytest.approx([4000.0] * 30)]
+    assert [len(samples) for samples in graph_timing.time_in_turn(launches, 30, budget_s=0.25)] == [25, 25, 25]
+    assert [len(samples) for samples in graph_timing.time_in_turn(launches, 30, budget_s=0.01)] == [20, 20, 20]
+
+
+def test_defaults_are_the_eight_shapes_and_two_uneven_ones_in_both_dtypes_beside_three_peers(tmp_path: Path) -> None:
     args = parse_arguments(["--json", str(tmp_path / "a.json")])
-    assert [shape.label for shape in args.shapes] == bench_decode.SHAPES.split(",")
+    assert [shape.label for shape in args.shapes] == [*bench_decode.UNIFORM_SHAPES.split(","), *bench_decode.UNEVEN_SHAPES.split(",")]
     assert (args.heads, args.partial_dtypes, args.peers) == ([16], ["bf16", "fp32"], ["FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA"])
-    names = [(contender.kernel, contender.partial_dtype) for contender in bench_decode.our_contenders(args.partial_dtypes)]
+    names = [(contender.kernel, contender.partial_dtype) for contender in our_contenders(args.partial_dtypes)]
     assert names == [("dense_mla", "bf16"), ("dense_mla", "fp32"), ("dense_mla+schedule", "bf16")]
+
+
+def test_the_most_important_shapes_come_first() -> None:
+    args = parse_arguments(["--heads", "8,16,64,128", "--shapes", "mixed:4:100,1x4096,8x8192"])
+    assert [(heads, shape.label) for heads, shape in ordered_work(args.heads, args.shapes)] == [
+        (16, "1x4096"), (16, "8x8192"),
+        (64, "1x4096"), (64, "8x8192"), (128, "1x4096"), (128, "8x8192"),
+        (16, "mixed:4:100"),
+        (8, "1x4096"), (8, "8x8192"),
+        (8, "mixed:4:100"), (64, "mixed:4:100"), (128, "mixed:4:100"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heads", "shape", "planned"),
+    [([], 16, "1x4096", [2**20]), ([], 12, "1x4096", []), ([], 16, "8x8192", []), (["--planned-for", "0"], 16, "1x4096", [])],
+)
+def test_the_longer_capture_is_timed_beside_the_others(arguments: list[str], heads: int, shape: str, planned: list[int]) -> None:
+    contenders = contenders_of(parse_arguments(arguments), heads, BatchShape.parse(shape))
+    assert [contender.planned_for for contender in contenders if contender.kernel == "dense_mla+planned"] == planned
+    assert contenders[0].kernel == "dense_mla" and contenders[-1].kernel == "TRITON_MLA"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +220,7 @@ def test_defaults_are_the_eight_shapes_in_both_dtypes_beside_three_peers(tmp_pat
         (["--heads", "16,200"], "num_heads must be from 1 to 128, got 200"),
         (["--page-size", "24"], "page_size must be a positive multiple of 16, got 24"),
         (["--replays", "5"], "--replays must be at least 20, got 5"),
+        (["--planned-for", "-1"], "--planned-for must be 0 or more, got -1"),
     ],
 )
 def test_bad_arguments_say_what_is_allowed(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

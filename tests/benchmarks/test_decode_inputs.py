@@ -25,9 +25,11 @@ def test_caches_beyond_the_memory_cap_are_refused() -> None:
         num_caches(20_100_000_000)
 
 
-@pytest.mark.parametrize(("caches", "calls"), [(85, 85), (11, 22), (2, 16), (16, 16), (3, 18)])
-def test_every_cache_is_called_equally_often(caches: int, calls: int) -> None:
-    assert num_calls(caches) == calls
+@pytest.mark.parametrize(
+    ("caches", "keys", "calls"), [(85, 4096, 85), (11, 32768, 22), (3, 131072, 18), (2, 32 * 16384, 16), (2, 64 * 16384, 10), (2, 128 * 16384, 6)]
+)
+def test_every_cache_is_called_equally_often(caches: int, keys: int, calls: int) -> None:
+    assert num_calls(caches, keys * 1152) == calls
 
 
 def test_pages_are_scattered_and_each_belongs_to_one_request(inputs: DecodeInputs) -> None:

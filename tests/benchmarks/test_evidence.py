@@ -18,8 +18,8 @@ FACTS = RunFacts("python x", "c0ffee", False, "NVIDIA H200", "580.1", "2.11", "0
 def row(kernel: str, us: float, partial_dtype: str | None = None, **changes: Any) -> DecodeRow:
     values: dict[str, Any] = {
         "kernel": kernel, "shape": "1x4096", "heads": 16, "query_len": 1, "batch": 1, "context": 4096, "keys": 4096, "page_size": 64,
-        "kv_dtype": "bf16", "partial_dtype": partial_dtype, "us_samples": (us, us), "us": us, "GBps": 1.0, "relative_l2": 0.002,
-        "floor_us": 1.0, "caches": 85, "calls": 85,
+        "kv_dtype": "bf16", "partial_dtype": partial_dtype, "planned_for": 4096, "us_samples": (us, us), "us": us, "GBps": 1.0, "relative_l2": 0.002,
+        "floor_us": 1.0, "caches": 85, "calls": 85, "sm_clock_mhz": 1980,
     }  # fmt: skip
     return DecodeRow(**values | changes)
 
@@ -28,7 +28,7 @@ def test_evidence_is_one_flat_object_with_the_fields_that_the_documents_read() -
     failure = Failure("TRITON_MLA", "1x4096", 16, 64, None, "RuntimeError: no")
     content = DecodeEvidence(FACTS, 4543.21, [row("dense_mla", 6.5, "bf16")], [failure], ["16 heads, 8x8192"]).to_json()
     facts = {"command", "commit", "dirty", "gpu", "driver", "torch", "vllm", "cutlass_dsl", "date"}
-    assert set(content) == facts | {"read_ceiling_GBps", "rows", "failures", "not_run"}
+    assert set(content) == facts | {"read_ceiling_GBps", "timing", "rows", "failures", "not_run"}
     assert content["read_ceiling_GBps"] == 4543.2
     wanted = {"kernel", "heads", "query_len", "batch", "context", "page_size", "kv_dtype", "partial_dtype", "us_samples", "us", "GBps", "relative_l2"}
     assert wanted | {"floor_us", "shape"} <= set(content["rows"][0]) == {field.name for field in fields(DecodeRow)}

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_decode, decode_inputs
+from benchmarks import decode_inputs
 from benchmarks.batch_shape import BatchShape
+from benchmarks.contenders import our_contenders, planned_contender
 from benchmarks.decode_inputs import DecodeInputs
 from benchmarks.peers import PEERS
 
@@ -154,8 +155,10 @@ def test_an_uninstalled_peer_says_so(inputs: DecodeInputs, monkeypatch: pytest.M
         PEERS["FLASHINFER"](inputs)
 
 
-@pytest.mark.parametrize(("kernel", "schedules"), [("dense_mla", 1), ("dense_mla+schedule", 3)])
-def test_dense_mla(kernel: str, schedules: int, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "schedules", "limit"), [("dense_mla", 1, CONTEXT), ("dense_mla+schedule", 3, CONTEXT), ("dense_mla+planned", 1, 2**20)]
+)
+def test_dense_mla(kernel: str, schedules: int, limit: int, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder_module = pytest.importorskip("dense_mla.decoder")
     source, name = Path(decoder_module.__file__), "DenseMLADecoder"
     prepared: list[dict[str, Any]] = []
@@ -170,7 +173,7 @@ def test_dense_mla(kernel: str, schedules: int, inputs: DecodeInputs, monkeypatc
     fake = type(name, (), methods)
     fake.prepare = classmethod(stand_in(source, "prepare", fake(), prepared, name))  # type: ignore[attr-defined]
     monkeypatch.setattr(decoder_module, name, fake)
-    contender = next(c for c in bench_decode.our_contenders(["fp32"]) if c.kernel == kernel)
+    contender = next(c for c in [*our_contenders(["fp32"]), planned_contender("fp32", 2**20)] if c.kernel == kernel)
     call, outs = contender.prepare(inputs), inputs.empty_outputs()
     for layer in (0, 1):
         call(inputs.caches[layer], outs[layer])
@@ -178,4 +181,6 @@ def test_dense_mla(kernel: str, schedules: int, inputs: DecodeInputs, monkeypatc
     assert len(planned) == schedules and len(calls) == 2
     assert calls[1]["kv_cache"].data_ptr() == inputs.caches[1].data_ptr() and calls[1]["out"].data_ptr() == outs[1].data_ptr()
     assert calls[1]["schedule"].data_ptr() == planned[0]["schedule"].data_ptr()
+    assert calls[1]["max_seq_len"] == limit and calls[1]["block_table"].shape == (BATCH, limit // PAGE_SIZE)
+    assert torch.equal(calls[1]["block_table"][:, : CONTEXT // PAGE_SIZE], inputs.block_table)
     assert calls[1]["workspace"].numel() == 2000 and calls[1]["workspace"].view(torch.float32).isnan().all()

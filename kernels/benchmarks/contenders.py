@@ -1,0 +1,91 @@
+"""What a benchmark times at a shape: DENSE_MLA in each partial dtype, and its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from benchmarks.comparison_table import OURS
+from benchmarks.decode_inputs import DecodeInputs
+from benchmarks.peers import PEERS, Call
+from dense_mla.problem import DecodeProblem
+
+PARTIAL_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SCHEDULED = f"{OURS}+schedule"
+PLANNED = f"{OURS}+planned"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A kernel to time.
+
+    Attributes:
+        kernel: its name in the evidence.
+        prepare: makes its call for a shape's inputs; the call must run once before it is captured.
+        planned_for: keys of the longest request that the capture allows for; `None` for the shape's own.
+    """
+
+    kernel: str
+    partial_dtype: str | None
+    prepare: Callable[[DecodeInputs], Call]
+    planned_for: int | None = None
+
+
+def peer_contenders(names: Sequence[str]) -> list[Contender]:
+    """The peers by their vLLM names."""
+    return [Contender(name, None, PEERS[name]) for name in names]
+
+
+def our_contenders(partial_dtypes: Sequence[str]) -> list[Contender]:
+    """DENSE_MLA in every partial dtype, and in the first one with the step's schedule kernel before every call: the most that it can cost."""
+    contenders = [Contender(OURS, name, partial(ours, partial_dtype=PARTIAL_DTYPES[name])) for name in partial_dtypes]
+    for name in partial_dtypes[:1]:
+        contenders.append(Contender(SCHEDULED, name, partial(ours, partial_dtype=PARTIAL_DTYPES[name], schedule_each_call=True)))
+    return contenders
+
+
+def planned_contender(partial_dtype: str, planned_for: int) -> Contender:
+    """DENSE_MLA as a server with `max_model_len` of `planned_for` captures it: block table and length limit of that size."""
+    return Contender(PLANNED, partial_dtype, partial(ours, partial_dtype=PARTIAL_DTYPES[partial_dtype], planned_for=planned_for), planned_for)
+
+
+def ours(inputs: DecodeInputs, *, partial_dtype: torch.dtype, schedule_each_call: bool = False, planned_for: int | None = None) -> Call:
+    """DENSE_MLA's forward and merge, with the schedule launched once, or before every call."""
+    from dense_mla.decoder import DenseMLADecoder
+
+    if planned_for is not None:
+        inputs = with_wide_block_table(inputs, planned_for)
+    problem = DecodeProblem(inputs.heads, inputs.page_size, partial_dtype)
+    decoder = DenseMLADecoder.prepare(problem, inputs.q.device, max_requests=inputs.shape.batch)
+    schedule = decoder.empty_schedule()
+    num_bytes = decoder.workspace_size(inputs.shape.batch).total_bytes
+    workspace = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=inputs.q.device)  # NaN in both partial dtypes
+    decoder.schedule(inputs.seq_lens, schedule)
+
+    def call(kv_cache: torch.Tensor, out: torch.Tensor) -> None:
+        if schedule_each_call:
+            decoder.schedule(inputs.seq_lens, schedule)
+        decoder.run(
+            inputs.q,
+            kv_cache,
+            inputs.block_table,
+            inputs.seq_lens,
+            schedule=schedule,
+            workspace=workspace,
+            out=out,
+            scale=inputs.scale,
+            max_seq_len=planned_for or inputs.shape.context,
+        )
+
+    return call
+
+
+def with_wide_block_table(inputs: DecodeInputs, keys: int) -> DecodeInputs:
+    """The same inputs, their block table wide enough for requests of `keys` keys. The new columns hold no page: nothing may read them."""
+    batch, width = inputs.block_table.shape
+    table = torch.full((batch, max(width, -(-keys // inputs.page_size))), 2**31 - 1, dtype=torch.int32, device=inputs.block_table.device)
+    table[:, :width] = inputs.block_table
+    return replace(inputs, block_table=table)

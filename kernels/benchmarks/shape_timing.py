@@ -1,0 +1,153 @@
+"""All contenders at one shape: checked against FP64 in the buffers that are timed, and timed in turn."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.batch_shape import BatchShape
+from benchmarks.comparison_table import OURS
+from benchmarks.contenders import Contender
+from benchmarks.decode_inputs import DecodeInputs, worst_relative_l2
+from benchmarks.evidence import DecodeEvidence, DecodeRow, Failure, error_text
+from benchmarks.graph_timing import capture, sm_clock_mhz, time_in_turn
+
+MAX_RELATIVE_L2 = 1e-2  # five times what BF16 inputs cost: beyond it the kernel computes something else
+
+
+class WrongAnswerError(Exception):
+    """A kernel's output is not the attention that was asked for: its time would mean nothing."""
+
+
+@dataclass(frozen=True)
+class CapturedDecode:
+    """A contender's calls at one shape as a graph, and the outputs that it writes, `[layers, requests, heads, 512]`."""
+
+    contender: Contender
+    graph: torch.cuda.CUDAGraph
+    outs: torch.Tensor
+
+    @classmethod
+    def of(cls, contender: Contender, inputs: DecodeInputs) -> CapturedDecode:
+        """Compile, run once, capture, and replay into poisoned outputs."""
+        call, outs, layers = contender.prepare(inputs), inputs.empty_outputs(), len(inputs.caches)
+        call(inputs.caches[0], outs[0])  # compiles, and fills metadata that a first call makes
+        torch.cuda.synchronize()
+        graph = capture([partial(call, inputs.caches[i % layers], outs[i % layers]) for i in range(inputs.calls)])
+        outs.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        return cls(contender, graph, outs)
+
+    def relative_l2(self, references: dict[int, torch.Tensor]) -> float:
+        """Of the worst request of the layers that there are references for.
+
+        Raises:
+            WrongAnswerError: an output is not finite, or further than `MAX_RELATIVE_L2` from FP64.
+        """
+        found = [worst_relative_l2(self.outs[layer], reference) for layer, reference in references.items()]
+        if not all(error <= MAX_RELATIVE_L2 for error in found):
+            raise WrongAnswerError(f"relative L2 against FP64 is {found} at layers {list(references)}, allowed is {MAX_RELATIVE_L2}")
+        if not self.outs.isfinite().all():
+            raise WrongAnswerError("an output holds NaN or infinity")
+        return max(found)
+
+
+@dataclass(frozen=True)
+class ShapeTiming:
+    """Times contenders at one shape into `evidence`: a row or a failure of each."""
+
+    evidence: DecodeEvidence
+    shape: BatchShape
+    heads: int
+    page_size: int
+    device: torch.device
+
+    def measure(self, contenders: Sequence[Contender], replays: int) -> bool:
+        """Capture and check each, then time them in turn. False if a failure took the CUDA context with it."""
+        try:
+            inputs = DecodeInputs.random(self.shape, self.heads, self.page_size, self.device)
+            references = {layer: inputs.reference(layer) for layer in (0, len(inputs.caches) - 1)}
+        except (ValueError, RuntimeError) as error:
+            self._fail(OURS, None, error)
+            return _device_is_alive()
+        captured = [decode for contender in contenders if (decode := self._captured(contender, inputs, references)) is not None]
+        if captured and _device_is_alive():
+            self._time(captured, inputs, references, replays)
+        del captured
+        gc.collect()
+        alive = _device_is_alive()
+        if alive:
+            torch.cuda.empty_cache()
+        return alive
+
+    def _captured(self, contender: Contender, inputs: DecodeInputs, references: dict[int, torch.Tensor]) -> CapturedDecode | None:
+        try:
+            decode = CapturedDecode.of(contender, inputs)
+            decode.relative_l2(references)
+        except Exception as error:  # whatever a peer raises is its result; ours fails the run at its end
+            self._fail(contender.kernel, contender.partial_dtype, error)
+            return None
+        return decode
+
+    def _time(self, captured: Sequence[CapturedDecode], inputs: DecodeInputs, references: dict[int, torch.Tensor], replays: int) -> None:
+        clocks: list[int | None] = []
+        try:
+            timed = time_in_turn([decode.graph.replay for decode in captured], replays, meanwhile=lambda: clocks.append(sm_clock_mhz()))
+        except RuntimeError as error:
+            for decode in captured:
+                self._fail(decode.contender.kernel, decode.contender.partial_dtype, error)
+            return
+        for decode, samples in zip(captured, timed):
+            try:
+                # Checked again: a race may show only when replays follow each other closely.
+                row = self._row(decode, inputs, samples, decode.relative_l2(references), clocks[0])
+            except WrongAnswerError as error:
+                self._fail(decode.contender.kernel, decode.contender.partial_dtype, error)
+            else:
+                self.evidence.rows.append(row)
+                print(f"{row.heads} heads, {row.shape}, {row.kernel} {row.partial_dtype or ''}: {row.us:.1f} us", flush=True)
+
+    def _row(self, decode: CapturedDecode, inputs: DecodeInputs, samples: Sequence[float], relative_l2: float, clock: int | None) -> DecodeRow:
+        shape, contender = inputs.shape, decode.contender
+        us_samples = [us / inputs.calls for us in samples]
+        us = statistics.median(us_samples)
+        return DecodeRow(
+            kernel=contender.kernel,
+            shape=shape.label,
+            heads=inputs.heads,
+            query_len=1,
+            batch=shape.batch,
+            context=shape.context,
+            keys=shape.keys,
+            page_size=inputs.page_size,
+            kv_dtype="bf16",
+            partial_dtype=contender.partial_dtype,
+            planned_for=contender.planned_for or shape.context,
+            us_samples=tuple(round(sample, 3) for sample in us_samples),
+            us=round(us, 3),
+            GBps=round(shape.kv_bytes / us / 1e3, 1),
+            relative_l2=relative_l2,
+            floor_us=round(shape.kv_bytes / self.evidence.read_ceiling_GBps / 1e3, 3),
+            caches=len(inputs.caches),
+            calls=inputs.calls,
+            sm_clock_mhz=clock,
+        )
+
+    def _fail(self, kernel: str, partial_dtype: str | None, error: Exception) -> None:
+        self.evidence.failures.append(Failure(kernel, self.shape.label, self.heads, self.page_size, partial_dtype, error_text(error)))
+        print(f"{self.heads} heads, {self.shape.label}, {kernel} {partial_dtype or ''}: {error_text(error)}", flush=True)
+
+
+def _device_is_alive() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"the CUDA context is lost, nothing more can run in this process: {error_text(error)}", flush=True)
+        return False
+    return True
