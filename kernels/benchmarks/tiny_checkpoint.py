@@ -34,9 +34,13 @@ class TinyCheckpoint:
 
     def write(self, directory: Path) -> None:
         """Write `config.json` and `model.safetensors`: the same bytes every time."""
+        self.write_config(directory)
+        save_file(self.weights(), directory / "model.safetensors", metadata={"format": "pt"})
+
+    def write_config(self, directory: Path) -> None:
+        """Write `config.json` alone."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps(self.config(), indent=1))
-        save_file(self.weights(), directory / "model.safetensors", metadata={"format": "pt"})
 
     def config(self) -> dict[str, Any]:
         """Hugging Face config. Every layer is dense (`first_k_dense_replace`), the expert entries only satisfy the config class."""
