@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from . import __version__
@@ -24,11 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv` (the process's own by default) and return its exit code."""
     args = _parser().parse_args(argv)
     try:
-        args.command(args)
+        return int(args.command(args))
     except ValueError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _parser() -> _Parser:
@@ -37,6 +41,7 @@ def _parser() -> _Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_plan(commands)
+    _add_check(commands)
     return parser
 
 
@@ -52,35 +57,111 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
-    about = "print the workspace that a deployment reserves, for every batch size that it captures a CUDA graph of; needs no GPU"
+    about = "what a deployment decodes with and the workspace that it reserves, for every batch size of a CUDA graph; needs no GPU"
     parser = commands.add_parser("plan", help=about, description=about, allow_abbrev=False)
-    parser.add_argument("--heads", type=_positive, required=True, help="query heads on one GPU: the model's heads / tensor parallel size")
-    parser.add_argument("--max-num-seqs", type=_positive, required=True, help="as given to vllm serve")
-    parser.add_argument("--capture-sizes", type=_sizes, required=True, help="as given to vllm serve, with commas: 1,2,4,8")
+    source = parser.add_argument_group("the deployment: a serve config, a model, or a number of heads")
+    source.add_argument("--config", type=Path, metavar="FILE", help="as given to vllm serve --config")
+    source.add_argument("--model", type=Path, metavar="CONFIG.JSON", help="the model's; with --config, if the name in there does not lead to it")
+    source.add_argument("--tensor-parallel-size", type=_positive, metavar="N", help="with --model (default 1)")
+    source.add_argument("--heads", type=_positive, help="query heads on one GPU: the model's heads / tensor parallel size")
+    parser.add_argument("--max-num-seqs", type=_positive, help="as given to vllm serve; needed with --heads, vLLM's default with --model")
+    parser.add_argument("--capture-sizes", type=_sizes, help="as given to vllm serve, with commas: 1,2,4,8; as --max-num-seqs")
     parser.add_argument("--sms", type=_positive, default=132, help=f"{SMS_HELP} (default %(default)s)")
     parser.set_defaults(command=_plan)
 
 
-def _demo(args: argparse.Namespace) -> None:
+def _add_check(commands: argparse._SubParsersAction[_Parser]) -> None:
+    about = "one screen for a bug report: versions, GPU, kernels, settings, a numerical self-test and the bandwidth; exit code 0 only if all is well"
+    parser = commands.add_parser("check", help=about, description=about, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.set_defaults(command=_check)
+
+
+def _demo(args: argparse.Namespace) -> int:
     from . import demo  # torch
 
     demo.run(heads=args.heads, batch=args.batch, max_len=args.max_len, page_size=args.page_size, seed=args.seed)
+    return 0
 
 
-def _plan(args: argparse.Namespace) -> None:
-    from dense_mla.problem import PARTIAL_DTYPES, TILE_KEYS, DecodeProblem
+def _plan(args: argparse.Namespace) -> int:
+    arguments = _plan_arguments(args)
+    if arguments is None:
+        from .plan import print_heads_plan
 
-    from .buckets import size_buckets
-    from .demo import PARTIAL_NAMES
+        print_heads_plan(args.heads, args.capture_sizes, args.max_num_seqs, args.sms)
+        return 0
+    with _quiet():
+        from .deployment import read_deployment
+        from .plan import print_plan
 
-    # Any page size: the bytes do not depend on it.
-    problems = [DecodeProblem(args.heads, TILE_KEYS, dtype) for dtype in PARTIAL_DTYPES]
-    print(f"{args.heads} heads on each GPU of {args.sms} SMs. Workspace of each decode batch, by the storage of the split partials (rows: requests):")
-    for problem in problems:
-        table = size_buckets(problem, args.capture_sizes, args.max_num_seqs, args.sms)
-        print(f"\n{PARTIAL_NAMES[problem.partial_dtype]}: each GPU reserves {table.largest.total_bytes:,} bytes, once for all layers\n{table}")
-    if max(args.capture_sizes) > args.max_num_seqs:
-        print(f"\nCapture sizes above max-num-seqs {args.max_num_seqs} hold no decode batch: no bucket is theirs.")
+        deployment = read_deployment(arguments, args.model)
+    print_plan(deployment, args.sms)
+    return 0
+
+
+def _plan_arguments(args: argparse.Namespace) -> list[str] | None:
+    """The arguments of `vllm serve` that are meant, or None for the plan of a number of heads.
+
+    Raises:
+        ValueError: options that do not go together.
+    """
+    options = ("config", "model", "heads", "tensor_parallel_size", "max_num_seqs", "capture_sizes")
+    given = {name for name in options if getattr(args, name) is not None}
+    if args.config:
+        _only(given, "--config", {"config", "model"})
+        if not args.config.is_file():
+            raise ValueError(f"--config must be a file, got {args.config}")
+        return ["--config", str(args.config)]
+    if args.model:
+        _only(given, "--model", {"model", "tensor_parallel_size", "max_num_seqs", "capture_sizes"})
+        return _serve_arguments(args)
+    needed = {"heads", "max_num_seqs", "capture_sizes"}
+    if needed - given:
+        missing = ", ".join(_option(name) for name in ("heads", "max_num_seqs", "capture_sizes") if name not in given)
+        raise ValueError(f"plan needs --config FILE, --model CONFIG.JSON, or a number of heads, for which is missing: {missing}")
+    _only(given, "--heads", needed)
+    return None
+
+
+def _serve_arguments(args: argparse.Namespace) -> list[str]:
+    arguments = [str(args.model), "--attention-backend", "DENSE_MLA", "--tensor-parallel-size", str(args.tensor_parallel_size or 1)]
+    if args.max_num_seqs:
+        arguments += ["--max-num-seqs", str(args.max_num_seqs)]
+    if args.capture_sizes:
+        arguments += ["--cudagraph-capture-sizes", *map(str, args.capture_sizes)]
+    return arguments
+
+
+def _only(given: set[str], source: str, allowed: set[str]) -> None:
+    if given - allowed:
+        raise ValueError(f"{', '.join(sorted(map(_option, given - allowed)))} cannot be given with {source}")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check(args: argparse.Namespace) -> int:
+    with _quiet():
+        from .check import collect_report
+
+        report = collect_report()
+    print(report.to_json() if args.json else report)
+    return 0 if report.is_well else 1
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """vLLM and torch log what they miss on a machine without a GPU; a command says itself what it found."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _positive(text: str) -> int:

@@ -1,0 +1,173 @@
+"""`vllm-dense-mla check`: what it says on a machine without a GPU, with each part broken, and (marked gpu) on an H200."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_dense_mla import __version__, check, cli
+from vllm_dense_mla.check import Check, Report, collect_report
+
+
+@pytest.fixture
+def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry point, whether or not the tests run from an install."""
+    point = SimpleNamespace(name="dense_mla", value="vllm_dense_mla:register")
+    monkeypatch.setattr(check.importlib.metadata, "entry_points", lambda group: [point] if group == "vllm.general_plugins" else [])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+
+
+def fake_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+
+
+@pytest.mark.usefixtures("cpu_only", "installed")
+def test_without_a_gpu_it_says_so_and_runs_what_it_can(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check"]) == 1
+    out = capsys.readouterr().out
+    status = {line[:10].strip(): line[10:19].strip() for line in out.splitlines() if line[:1].strip() and not line.startswith("Not well")}
+    assert status == {
+        "versions": "ok",
+        "plugin": "ok",
+        "GPUs": "failed",
+        "kernels": "not run",
+        "settings": "ok",
+        "self-test": "ok",
+        "bandwidth": "not run",
+    }
+    assert f"vllm-dense-mla {__version__}, vllm 0.33." in out and f"torch {torch.__version__.split('+')[0]}" in out
+    assert "ForwardSm90 does not run: it needs compute capability 9.0" in out
+    assert "the torch reference on the CPU: no kernel ran" in out
+    assert out.splitlines()[-1] == (
+        "Not well: GPUs failed, kernels not run, bandwidth not run. docs/troubleshooting.md has the cures."
+    )
+    assert len(out.splitlines()) <= 24  # one screen
+
+
+@pytest.mark.usefixtures("cpu_only", "installed")
+def test_json_holds_the_same_and_the_numbers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VLLM_K3_DENSE_MLA_PARTIAL_DTYPE", "fp32")
+    assert cli.main(["check", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    checks = {each["name"]: each for each in found["checks"]}
+    assert found["ok"] is False and checks["self-test"]["path"] == "reference"
+    variable = "VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"
+    assert checks["settings"]["settings"][variable] == {"value": "fp32", "source": variable}
+    results = checks["self-test"]["results"]
+    assert [(each["heads"], each["page_size"], each["partial_dtype"]) for each in results] == [
+        (heads, page, dtype) for heads, page in check.SELF_TESTS for dtype in ("bf16", "fp32")
+    ]
+    assert all(1.0 <= each["error"] <= each["bound"] for each in results)
+
+
+@pytest.mark.usefixtures("cpu_only")
+def test_a_wrong_answer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = check.decode_on_cpu
+
+    def wrong(*arguments: Any) -> Any:
+        decoded = honest(*arguments)
+        decoded.out[0, 0, 0] = torch.nan
+        return decoded
+
+    monkeypatch.setattr(check, "decode_on_cpu", wrong)
+    assert check._check_answers().status == "failed"
+
+
+def test_a_bad_setting_is_its_line_and_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_K3_DENSE_MLA_PARTIAL_DTYPE", "fp16")
+    settings = check._guarded("settings", check._check_settings)
+    assert settings.status == "failed"
+    assert settings.text.endswith("VLLM_K3_DENSE_MLA_PARTIAL_DTYPE must be bf16, fp32, bfloat16 or float32 (any case), got 'fp16'")
+    parts = ["versions", "plugin", "gpus", "kernels", "answers", "bandwidth"]
+    for part in parts:
+        monkeypatch.setattr(check, f"_check_{part}", lambda: Check("other", "ok", "text"))
+    report = collect_report()
+    assert [each.status for each in report.checks].count("ok") == len(parts) and not report.is_well
+
+
+def test_all_well_is_exit_code_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(check, "collect_report", lambda: Report((Check("versions", "ok", "all there"),)))
+    assert cli.main(["check"]) == 0
+    assert capsys.readouterr().out == "versions  ok       all there\n\nAll is well.\n"
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_plugin_that_vllm_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
+    found = check._check_plugin()
+    assert (found.status, found.text) == (
+        "failed",
+        "VLLM_PLUGINS must list dense_mla, got 'lora_filesystem_resolver': vLLM does not load the plugin",
+    )
+    monkeypatch.setattr(check.importlib.metadata, "entry_points", lambda group: [])
+    assert check._check_plugin().text.startswith("vLLM finds no entry point of vllm-dense-mla")
+
+
+@pytest.mark.parametrize(
+    ("versions", "text"),
+    [({"vllm": "0.32.0"}, "vLLM must be 0.33, got 0.32.0"), ({"apache-tvm-ffi": None}, "missing: apache-tvm-ffi")],
+)
+def test_another_vllm_or_a_missing_package(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None], text: str) -> None:
+    everything = dict.fromkeys(check.DISTRIBUTIONS, "1.0") | {"vllm": "0.33.0"} | versions
+    monkeypatch.setattr(check, "_version", everything.__getitem__)
+    found = check._check_versions()
+    assert found.status == "failed" and found.text.splitlines()[-1] == text
+
+
+def test_gpus_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel names the GPUs that run it, and each GPU without one has its reason."""
+    unsupported = (7, 5)
+    fake_gpus(monkeypatch, unsupported, (9, 0))
+    found = check._check_kernels()
+    assert found.status == "failed"
+    assert "ForwardSm90 runs on GPU 1" in found.text.splitlines()
+    assert re.search(r"^GPU 0: compute capability 7\.5 has no dense MLA kernel", found.text, re.M)
+    assert found.values["kernels"] == {"1": "ForwardSm90 for sm_90a"}
+    assert check.supported_gpu() == torch.device("cuda", 1)
+
+
+def test_every_kernel_that_is_chosen_is_in_the_table() -> None:
+    from dense_mla import unsupported_reason
+
+    served = {capability for capabilities in check.kernel_table().values() for capability in capabilities}
+    assert served == {capability for capability in check.CAPABILITIES if unsupported_reason(capability) is None}
+    assert (9, 0) in check.kernel_table()["ForwardSm90"]
+
+
+@pytest.mark.parametrize(("read", "decode", "status"), [(4000.0, 3000.0, "ok"), (4000.0, 1900.0, "failed")])
+def test_a_decode_far_below_the_read_bandwidth_fails(monkeypatch: pytest.MonkeyPatch, read: float, decode: float, status: str) -> None:
+    import sys
+    from types import ModuleType
+
+    module = ModuleType("vllm_dense_mla.read_bandwidth")
+    vars(module).update(DECODE_KEYS=16384, DECODE_REQUESTS=64, measure_read=lambda device: read, measure_decode=lambda problem, device: decode)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(check, "supported_gpu", lambda: torch.device("cuda", 0))
+    found = check._check_bandwidth()
+    assert found.status == status and f"read {read:,.0f} GB/s; decode {decode:,.0f} GB/s" in found.text
+    assert found.values["share"] == decode / read
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("installed")
+def test_on_a_gpu_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["check", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    checks = {each["name"]: each for each in found["checks"]}
+    assert checks["self-test"]["path"] == "kernels" and checks["self-test"]["status"] == "ok", checks["self-test"]
+    assert checks["bandwidth"]["status"] == "ok", checks["bandwidth"]
+    # No decode reads faster than the fastest read, but for what the L2 holds from the launch before.
+    assert check.LEAST_SHARE < checks["bandwidth"]["share"] < 1.1
+    assert (code, found["ok"]) == (0, True), [each for each in found["checks"] if each["status"] != "ok"]
