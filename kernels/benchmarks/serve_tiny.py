@@ -11,15 +11,13 @@ a spawned process), in both partial dtypes. The plugin must be installed: vLLM f
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,14 +25,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks of this checkout
 
 from benchmarks.answers import LOGPROB_BAR, MAX_TOKENS, PROMPT_TOKENS, Agreement
-from benchmarks.engine_process import EngineProcess
+from benchmarks.engine_process import EngineProcess, sigterm_raises
 from benchmarks.evidence import EVIDENCE_DIR, RunFacts, collect_facts, write_json
-from benchmarks.served_run import OURS, RunRecord, ServedRun, execute
+from benchmarks.served_run import OURS, RunRecord, ServedRun, check_plugin, execute
 from benchmarks.tiny_checkpoint import TinyCheckpoint
 
 REFERENCE = "TRITON_MLA"
 LOG_TAIL_LINES = 60
-ENTRY_POINT_GROUP = "vllm.general_plugins"
 
 
 def main() -> int:
@@ -81,16 +78,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def check_plugin(backends: Sequence[str]) -> None:
-    """ValueError where vLLM could not find the plugin: DENSE_MLA would be an unknown name to it."""
-    names = {point.name for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
-    if OURS in backends and "dense_mla" not in names:
-        raise ValueError(
-            f"no entry point dense_mla in group {ENTRY_POINT_GROUP} (found: {', '.join(sorted(names)) or 'none'}); "
-            "install the project first: python -m pip install --no-deps --no-build-isolation ."
-        )
-
-
 def planned_runs(parts: Sequence[str], backends: Sequence[str], partial_dtypes: Sequence[str]) -> list[ServedRun]:
     """The runs that the options ask for: DENSE_MLA once a partial dtype."""
     runs: list[ServedRun] = []
@@ -104,7 +91,7 @@ def planned_runs(parts: Sequence[str], backends: Sequence[str], partial_dtypes: 
 def executed(runs: Sequence[ServedRun], args: argparse.Namespace, deadline: float) -> Generator[RunRecord]:
     """Records of the runs as they end. However this is left, no process stays behind."""
     processes: list[EngineProcess] = []
-    with tempfile.TemporaryDirectory(prefix="tiny_mla_") as folder, _sigterm_raises(), ThreadPoolExecutor(len(runs) if args.parallel else 1) as pool:
+    with tempfile.TemporaryDirectory(prefix="tiny_mla_") as folder, sigterm_raises(), ThreadPoolExecutor(len(runs) if args.parallel else 1) as pool:
         scratch = Path(folder)
         checkpoint = scratch / "checkpoint"
         TinyCheckpoint(args.heads, args.layers).write(checkpoint)
@@ -175,18 +162,6 @@ def report(content: dict[str, Any], folder: Path) -> None:
             print(f"\n{run['name']} FAILED: {run['error']}\n--- end of {log.name}")
             print("\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]))
     print("\npassed" if content["passed"] else "\nFAILED")
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    def stop(_signal: int, _frame: object) -> None:
-        raise SystemExit(143)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _words(text: str) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from benchmarks.evidence import error_text
 OURS = "DENSE_MLA"
 PARTIAL_DTYPE_VARIABLE = "VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"
 MODEL_NAME = "tiny-mla"
+ENTRY_POINT_GROUP = "vllm.general_plugins"
 OFFLINE_ENGINE = Path(__file__).with_name("offline_engine.py")
 
 # One list for both ways to start: a difference between them would be a difference between the answers. KV cache by bytes, because runs side
@@ -123,7 +125,7 @@ def execute(
             if record.exit_status not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
                 raise RuntimeError(f"the server shut down with status {record.exit_status}")
         # Without this line the answers could be another backend's.
-        if not any(re.search(rf"Using \S*\b{run.backend}\b.* backend", line) for line in process.log_lines()):
+        if not names_backend(process.log_lines(), run.backend):
             raise RuntimeError(f"the log does not say that {run.backend} was used")
     except Exception as error:  # the other runs go on; this one's record says what happened
         record.error = error_text(error)
@@ -164,3 +166,18 @@ def recorded_child(command: list[str], environment: Mapping[str, str], checkpoin
     names = {sys.executable: "python", str(OFFLINE_ENGINE): f"kernels/benchmarks/{OFFLINE_ENGINE.name}", str(checkpoint): "CHECKPOINT"}
     words = [names.get(word, word.replace(f"{scratch}/", "")) for word in command]
     return " ".join([*(f"{name}={value}" for name, value in environment.items()), *words])
+
+
+def names_backend(log_lines: Sequence[str], backend: str) -> bool:
+    """Whether vLLM's log says that it used this attention backend."""
+    return any(re.search(rf"Using \S*\b{backend}\b.* backend", line) for line in log_lines)
+
+
+def check_plugin(backends: Sequence[str]) -> None:
+    """ValueError where vLLM could not find the plugin: DENSE_MLA would be an unknown name to it."""
+    names = {point.name for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    if OURS in backends and "dense_mla" not in names:
+        raise ValueError(
+            f"no entry point dense_mla in group {ENTRY_POINT_GROUP} (found: {', '.join(sorted(names)) or 'none'}); "
+            "install the project first: python -m pip install --no-deps --no-build-isolation ."
+        )

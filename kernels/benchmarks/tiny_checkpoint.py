@@ -27,10 +27,11 @@ SEED = 441
 
 @dataclass(frozen=True)
 class TinyCheckpoint:
-    """Heads and layers of the model. 12 heads are one rank of Kimi-K3's at tensor parallel size 8."""
+    """Heads, layers and longest context of the model. 12 heads are one rank of Kimi-K3's at tensor parallel size 8."""
 
     heads: int = 12
     layers: int = 2
+    max_positions: int = 16384
 
     def write(self, directory: Path) -> None:
         """Write `config.json` and `model.safetensors`: the same bytes every time."""
@@ -75,7 +76,7 @@ class TinyCheckpoint:
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
             "rope_theta": 10000.0,
-            "max_position_embeddings": 16384,
+            "max_position_embeddings": self.max_positions,
             "tie_word_embeddings": False,
             "bos_token_id": 0,
             "eos_token_id": 1,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import serve_tiny
+from benchmarks import serve_tiny, served_run
 from benchmarks.answers import PROMPT_TOKENS, Answer
 from benchmarks.engine_process import EngineProcess
 from benchmarks.evidence import RunFacts
@@ -181,8 +181,8 @@ def test_bad_arguments_say_what_is_allowed(arguments: list[str], message: str, c
 def test_a_missing_plugin_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
     with pytest.raises(ValueError, match=r"no entry point dense_mla in group vllm.general_plugins .found: none.; install the project first"):
-        serve_tiny.check_plugin(["TRITON_MLA", "DENSE_MLA"])
-    serve_tiny.check_plugin(["TRITON_MLA"])
+        served_run.check_plugin(["TRITON_MLA", "DENSE_MLA"])
+    served_run.check_plugin(["TRITON_MLA"])
 
 
 def test_vllm_takes_the_engine_options_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
