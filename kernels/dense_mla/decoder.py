@@ -26,6 +26,7 @@ class DenseMLADecoder:
         self.max_requests = max_requests
         self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
         self.num_ranges = problem.num_ranges(self.sm_count)
+        self._schedule_words = schedule_words(self.num_ranges, max_requests, problem.batch_invariant)
         self._merge_ctas = MERGE_CTAS_PER_SM * self.sm_count
         self._kernels = kernels
 
@@ -54,7 +55,7 @@ class DenseMLADecoder:
 
     def empty_schedule(self) -> torch.Tensor:
         """A schedule buffer, int32 on the device. Its contents belong to the kernels."""
-        return torch.zeros(schedule_words(self.num_ranges), dtype=torch.int32, device=self.device)
+        return torch.zeros(self._schedule_words, dtype=torch.int32, device=self.device)
 
     def workspace_size(self, num_requests: int) -> WorkspaceSize:
         """Bytes that `run` needs for a batch of at most `num_requests` requests of any length."""
@@ -84,21 +85,23 @@ class DenseMLADecoder:
         out: torch.Tensor,
         scale: float,
         lse: torch.Tensor | None = None,
+        total_lens: torch.Tensor | None = None,
         max_seq_len: int | None = None,
     ) -> None:
         """Attention of one layer: forward and merge on the current stream.
 
         Args:
-            q: [requests, heads, 576] bf16, or the pair [requests, heads, 512], [requests, heads, 64]. Any strides that are multiples of
-                16 bytes; the last dimension dense.
-            kv_cache: [pages, page_size, 576] bf16, rows dense; any page stride that is a multiple of 16 bytes.
+            q: [R, heads, 576] in kv_dtype, or the pair [R, heads, 512], [R, heads, 64], with R = requests x query_len rows, the tokens of a
+                request together. Any strides that are multiples of 16 bytes; the last dimension dense.
+            kv_cache: [pages, page_size, 576] in kv_dtype, rows dense; any page stride that is a multiple of 16 bytes.
             block_table: [requests, width] int32. Columns past ceil(seq_len / page_size) are never read.
-            seq_lens: [requests] int32; the lengths that `schedule` was computed from.
+            seq_lens: [requests] int32, keys on this rank, query tokens included; the lengths that `schedule` was computed from.
             schedule: buffer that `schedule` filled on this stream, or an earlier one that this stream waited for.
             workspace: uint8, at least `workspace_size(requests).total_bytes`, aligned to 256 bytes. Contents need not be kept between calls.
-            out: [requests, heads, 512] bf16, written whole: 0 for a request without keys. Any strides as for q.
+            out: [R, heads, 512] in kv_dtype, written whole: 0 for a row that sees no key. Any strides as for q.
             scale: softmax scale.
-            lse: [requests, heads] fp32, contiguous: natural-log LSE, -inf for a request without keys. Given exactly if the problem returns it.
+            lse: [R, heads] fp32, contiguous: natural-log LSE, -inf for a row that sees no key. Given exactly if the problem returns it.
+            total_lens: [requests] int32, keys on all ranks. Given exactly if the problem's causal rule needs it (`needs_total_lens`).
             max_seq_len: largest length that the host knows of; where given, the block table must be wide enough for it.
 
         Raises:
@@ -114,35 +117,48 @@ class DenseMLADecoder:
         self._check_cache(kv_cache)
         self._check_table(block_table, requests, max_seq_len)
         self._check_lse(lse, requests)
+        self._check_total_lens(total_lens, requests)
         out_partial, lse_partial = self._partials(workspace, requests)
         if requests == 0:
             return
+        tokens, heads = self.problem.query_len, self.problem.num_heads
+        out = self._by_token(out)
+        lse = None if lse is None else lse.view(requests, tokens, heads)
         self._kernels.forward(
-            _tma_view(kv_cache), _tma_view(q_nope), _tma_view(q_rope), block_table, seq_lens, schedule, _tma_view(out), lse,
-            out_partial, lse_partial, scale * LOG2_E, self.num_ranges,
+            _tma_view(kv_cache), self._by_token(q_nope), self._by_token(q_rope), block_table, seq_lens, total_lens, schedule, out, lse,
+            out_partial.view(-1, tokens, heads, HEAD_DIM_V), lse_partial.view(-1, tokens, heads), scale * LOG2_E, self.num_ranges,
         )  # fmt: skip
-        self._kernels.merge(out_partial, lse_partial, schedule, _tma_view(out), lse, self.num_ranges, self._merge_ctas)
+        self._kernels.merge(out_partial, lse_partial, schedule, out, lse, self.num_ranges, self._merge_ctas)
 
     def _load(self) -> None:
         """Launches everything once on an empty request, so that no module is loaded during capture or serving."""
+        problem = self.problem
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = problem.kv_dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
-        heads, page_size = self.problem.num_heads, self.problem.page_size
+        rows = (problem.query_len, problem.num_heads)
         seq_lens, schedule = zeros(1, dtype=torch.int32), self.empty_schedule()
         self.schedule(seq_lens, schedule)
         self.run(
-            zeros(1, heads, HEAD_DIM_QK),
-            zeros(1, page_size, HEAD_DIM_QK),
+            zeros(*rows, HEAD_DIM_QK),
+            zeros(1, problem.page_size, HEAD_DIM_QK),
             zeros(1, 1, dtype=torch.int32),
             seq_lens,
             schedule=schedule,
             workspace=zeros(self.workspace_size(1).total_bytes, dtype=torch.uint8),
-            out=zeros(1, heads, HEAD_DIM_V),
+            out=zeros(*rows, HEAD_DIM_V),
             scale=1.0,
-            lse=zeros(1, heads, dtype=torch.float32) if self.problem.return_lse else None,
+            lse=zeros(*rows, dtype=torch.float32) if problem.return_lse else None,
+            total_lens=seq_lens if problem.needs_total_lens else None,
         )
+
+    def _by_token(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[R, heads, columns] as [requests, tokens, heads, columns], with strides that a tensor map takes."""
+        tokens = self.problem.query_len
+        rows, heads, columns = tensor.shape
+        row_stride, head_stride, _ = tensor.stride()
+        return _tma_view(tensor.as_strided((rows // tokens, tokens, heads, columns), (row_stride * tokens, row_stride, head_stride, 1)))
 
     def _split_query(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if q.dim() != 3 or q.shape[2] != HEAD_DIM_QK:
@@ -164,13 +180,13 @@ class DenseMLADecoder:
 
     def _check_schedule(self, schedule: torch.Tensor) -> None:
         self._check_device("schedule", schedule, torch.int32)
-        words = schedule_words(self.num_ranges)
+        words = self._schedule_words
         if schedule.dim() != 1 or schedule.shape[0] != words or not schedule.is_contiguous() or schedule.data_ptr() % TMA_ALIGNMENT:
             raise ValueError(f"schedule must be a buffer of empty_schedule() ({words} words), got shape {tuple(schedule.shape)}")
 
     def _check_rows(self, name: str, tensor: torch.Tensor, requests: int, columns: int) -> None:
-        self._check_device(name, tensor, torch.bfloat16)
-        shape = (requests, self.problem.num_heads, columns)
+        self._check_device(name, tensor, self.problem.kv_dtype)
+        shape = (requests * self.problem.query_len, self.problem.num_heads, columns)
         if tensor.shape != shape:
             raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
         _check_alignment(name, tensor)
@@ -203,9 +219,19 @@ class DenseMLADecoder:
         if lse is None:
             return
         self._check_device("lse", lse, torch.float32)
-        shape = (requests, self.problem.num_heads)
+        shape = (requests * self.problem.query_len, self.problem.num_heads)
         if lse.shape != shape or not lse.is_contiguous():
             raise ValueError(f"lse must be contiguous {shape}, got shape {tuple(lse.shape)}, strides {lse.stride()}")
+
+    def _check_total_lens(self, total_lens: torch.Tensor | None, requests: int) -> None:
+        if (total_lens is not None) != self.problem.needs_total_lens:
+            given = "given" if total_lens is not None else "missing"
+            needed = "is" if self.problem.needs_total_lens else "is not"
+            raise ValueError(f"total_lens {needed} needed by the problem (causal, several query tokens and ranks), but was {given}")
+        if total_lens is not None:
+            self._check_device("total_lens", total_lens, torch.int32)
+            if total_lens.shape != (requests,) or not total_lens.is_contiguous():
+                raise ValueError(f"total_lens must be contiguous ({requests},), got shape {tuple(total_lens.shape)}")
 
     def _partials(self, workspace: torch.Tensor, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._check_device("workspace", workspace, torch.uint8)
@@ -215,7 +241,7 @@ class DenseMLADecoder:
                 f"workspace must be contiguous uint8 of at least {needed} bytes for {requests} requests, aligned to {ALIGNMENT}, "
                 f"got shape {tuple(workspace.shape)} at an address {workspace.data_ptr() % ALIGNMENT} past a multiple"
             )
-        return workspace_views(self.problem, workspace, max_slots(requests, self.num_ranges))
+        return workspace_views(self.problem, workspace, max_slots(requests, self.num_ranges, self.problem.batch_invariant))
 
 
 def _check_alignment(name: str, tensor: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
@@ -26,7 +26,7 @@ from . import softmax
 from .named_barrier import NamedBarrierSm90
 from .paged_kv import PageTiling
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
-from .schedule import HEADER_WORDS, NO_SLOT, RANGE_WORDS
+from .schedule import HEADER_WORDS, INVARIANT_PIECES, NO_SLOT, RANGE_WORDS, invariant_piece_tiles
 from .special_register import pinned_lane_index
 from .torch_types import cutlass_dtype
 
@@ -43,19 +43,25 @@ LN2 = math.log(2.0)
 CHUNK_ORDER = (8, 0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def k_major(rows: int, columns: int, stages: int | None = None) -> Any:
+def k_major(dtype: Any, rows: int, columns: int, stages: int | None = None) -> Any:
     """Shared-memory layout of a K-major operand in 128-byte swizzled blocks, as TMA boxes of 64 columns write it."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
     if stages is None:
         return cute.tile_to_shape(atom, (rows, columns), (0, 1))
     return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))
 
 
-def mn_major(rows: int, atom_rows: int, copies: int) -> Any:
+def mn_major(dtype: Any, rows: int, atom_rows: int, copies: int) -> Any:
     """Shared-memory layout of P, [rows, 64 keys, copies] with rows contiguous; the swizzle atom must divide `atom_rows`."""
     kinds = warpgroup.SmemLayoutAtomKind
     kind = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32, 8: kinds.MN_INTER}[math.gcd(atom_rows, 64)]
-    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, BFloat16), (rows, TILE_KEYS, copies), (1, 0, 2))
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, TILE_KEYS, copies), (1, 0, 2))
+
+
+def query_box(dtype: Any, heads: int, tokens: int) -> Any:
+    """One TMA box of Q, [heads, tokens, 64 columns]: rows token x heads + head of a K-major chunk, whatever their number."""
+    swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype).inner
+    return cute.make_composed_layout(swizzle, 0, cute.make_layout((heads, tokens, CHUNK), stride=(CHUNK, CHUNK * heads, 1)))
 
 
 def transposed(tensor: Any) -> Any:
@@ -67,12 +73,11 @@ class ForwardSm90:
     """The forward kernel of one problem. Construction takes compile-time facts only."""
 
     def __init__(self, problem: DecodeProblem):
-        self.rows = problem.rows
+        self.problem = problem
+        self.dtype = cutlass_dtype(problem.kv_dtype)
         self.tile_rows = problem.tile_rows
         self.row_tiles = problem.row_tiles
         self.tiling = PageTiling(problem.page_size)
-        self.partial_dtype = cutlass_dtype(problem.partial_dtype)
-        self.return_lse = problem.return_lse
         # Split by rows, P must be whole before either warpgroup may use it; split by columns, each has its own copy of everything.
         self.split_rows = self.tile_rows > 32
         self.score_rows = self.tile_rows // CONSUMERS if self.split_rows else self.tile_rows
@@ -88,6 +93,7 @@ class ForwardSm90:
         mQRope: cute.Tensor,
         mTable: cute.Tensor,
         mSeqLens: cute.Tensor,
+        mTotalLens: cute.Tensor | None,
         mSchedule: cute.Tensor,
         mOut: cute.Tensor,
         mLse: cute.Tensor | None,
@@ -101,32 +107,30 @@ class ForwardSm90:
         box_keys = self.tiling.box_keys
         load = cpasync.CopyBulkTensorTileG2SOp()
         gKV = cute.make_tensor(mKV.iterator, cute.select(mKV.layout, mode=[1, 2, 0]))
-        tma_kv, gKV = cpasync.make_tiled_tma_atom(load, gKV, k_major(box_keys, CHUNK), (box_keys, CHUNK))
-        gQN = cute.make_tensor(mQNope.iterator, cute.select(mQNope.layout, mode=[1, 2, 0]))
-        gQR = cute.make_tensor(mQRope.iterator, cute.select(mQRope.layout, mode=[1, 2, 0]))
-        q_box = (self.tile_rows, CHUNK)
-        tma_qn, gQN = cpasync.make_tiled_tma_atom(load, gQN, k_major(*q_box), q_box)
-        tma_qr, gQR = cpasync.make_tiled_tma_atom(load, gQR, k_major(*q_box), q_box)
+        tma_kv, gKV = cpasync.make_tiled_tma_atom(load, gKV, k_major(self.dtype, box_keys, CHUNK), (box_keys, CHUNK))
+        q_tile = (self.problem.tile_heads, self.problem.tile_tokens, CHUNK)
+        box = query_box(self.dtype, *q_tile[:2])
+        gQN = cute.make_tensor(mQNope.iterator, cute.select(mQNope.layout, mode=[2, 1, 3, 0]))
+        gQR = cute.make_tensor(mQRope.iterator, cute.select(mQRope.layout, mode=[2, 1, 3, 0]))
+        tma_qn, gQN = cpasync.make_tiled_tma_atom(load, gQN, box, q_tile)
+        tma_qr, gQR = cpasync.make_tiled_tma_atom(load, gQR, box, q_tile)
 
         # Step 2: matrix instructions. P is stored with its rows contiguous: both operands of the second product are MN-major.
         def mma(rows: int, major: OperandMajorMode) -> cute.TiledMma:
             shape, source = (TILE_KEYS, rows, 16), warpgroup.OperandSource.SMEM
-            return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(BFloat16, Float32, shape, source, major, major))
+            return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, major, major))
 
         self.kernel(
             (tma_kv, tma_qn, tma_qr),
             (gKV, gQN, gQR),
             mTable,
-            mSeqLens,
+            (mSeqLens, mTotalLens),
             mSchedule,
-            mOut,
-            mLse,
-            mOutPartial,
-            mLsePartial,
+            (mOut, mLse, mOutPartial, mLsePartial),
             scale_log2,
-            k_major(TILE_KEYS, HEAD_DIM_QK, K_STAGES),
-            k_major(self.tile_rows, HEAD_DIM_QK, self.q_stages),
-            mn_major(self.tile_rows, self.score_rows, self.p_copies),
+            k_major(self.dtype, TILE_KEYS, HEAD_DIM_QK, K_STAGES),
+            k_major(self.dtype, self.tile_rows, HEAD_DIM_QK, self.q_stages),
+            mn_major(self.dtype, self.tile_rows, self.score_rows, self.p_copies),
             mma(self.score_rows, OperandMajorMode.K),
             mma(self.tile_rows, OperandMajorMode.MN),
         ).launch(
@@ -144,12 +148,9 @@ class ForwardSm90:
         tma: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom],
         gInputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         mTable: cute.Tensor,
-        mSeqLens: cute.Tensor,
+        lens: tuple[cute.Tensor, cute.Tensor | None],
         mSchedule: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mOutPartial: cute.Tensor,
-        mLsePartial: cute.Tensor,
+        outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
         scale_log2: Float32,
         lK: cute.ComposedLayout,
         lQ: cute.ComposedLayout,
@@ -169,9 +170,9 @@ class ForwardSm90:
             q_empty: cute.struct.MemRange[Int64, self.q_stages]
             warp_values: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMERS * 4 * self.score_rows], 16]
             shared_rows: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_rows if self.split_rows else 1], 16]
-            K: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(lK)], 1024]
-            Q: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(lQ)], 1024]
-            P: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(lP)], 1024]
+            K: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lK)], 1024]
+            Q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lQ)], 1024]
+            P: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lP)], 1024]
             S: cute.struct.Align[cute.struct.MemRange[Float32, 1 if self.split_rows else 4 * TILE_KEYS * self.tile_rows], 16]
 
         self.shared_memory_bytes = Storage.size_in_bytes()
@@ -203,12 +204,12 @@ class ForwardSm90:
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 0:
-                self.load_keys(tma[0], gInputs[0], mTable, mSeqLens, words, sK, k_full, k_empty)
+                self.load_keys(tma[0], gInputs[0], mTable, lens[0], words, sK, k_full, k_empty)
             if warp_index == 1:
-                self.load_queries(tma, gInputs, mSeqLens, words, sQ, q_full, q_empty, row_tile)
+                self.load_queries(tma, gInputs, lens[0], words, sQ, q_full, q_empty, row_tile)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consume(storage, lP, sK, sQ, mma_s, mma_o, mSeqLens, words, mOut, mLse, mOutPartial, mLsePartial, scale_log2, row_tile)
+            self.consume(storage, lP, sK, sQ, mma_s, mma_o, lens, words, outputs, scale_log2, row_tile)
 
     @cute.jit
     def tile_span(self, words: cute.Tensor, request: Int32, mSeqLens: cute.Tensor) -> tuple[Int32, Int32]:
@@ -301,13 +302,19 @@ class ForwardSm90:
         q_empty: cute.Pointer,
         row_tile: Int32,
     ) -> None:
-        """Producer of Q, a warp of its own: behind K in the same warp, Q would wait for the block table. Rows past the last head arrive as zeros."""
-        box = (self.tile_rows, CHUNK)
-        sBoxes = cute.group_modes(cute.flat_divide(sQ, box), 0, 2)
-        gNope = cute.group_modes(cute.local_tile(gInputs[1], box, (None, None, None)), 0, 2)
-        gRope = cute.group_modes(cute.local_tile(gInputs[2], box, (None, None, None)), 0, 2)
+        """Producer of Q, a warp of its own: behind K in the same warp, Q would wait for the block table.
+
+        Rows of the tile past its heads and tokens are never written: what they hold shows in their own columns of S^T and O^T, which nobody stores.
+        """
+        problem = self.problem
+        box = (problem.tile_heads, problem.tile_tokens, CHUNK)
+        strides = (CHUNK, CHUNK * problem.tile_heads, 1, CHUNK * self.tile_rows, HEAD_DIM_QK * self.tile_rows)
+        sBoxes = cute.group_modes(cute.make_tensor(sQ.iterator, cute.make_layout((*box, CHUNKS, self.q_stages), stride=strides)), 0, 3)
+        gNope = cute.group_modes(cute.local_tile(gInputs[1], box, (None, None, None, None)), 0, 3)
+        gRope = cute.group_modes(cute.local_tile(gInputs[2], box, (None, None, None, None)), 0, 3)
         tQsQ, tQgN = cpasync.tma_partition(tma[1], 0, cute.make_layout(1), sBoxes, gNope)
         _, tQgR = cpasync.tma_partition(tma[2], 0, cute.make_layout(1), sBoxes, gRope)
+        heads, tokens = row_tile % problem.head_tiles, row_tile // problem.head_tiles
         stage, phase = Int32(0), Int32(1)
         for request in cutlass.range(words[0], words[2] + 1, unroll=1):
             begin, end = self.tile_span(words, request, mSeqLens)
@@ -315,10 +322,10 @@ class ForwardSm90:
                 cute.arch.mbarrier_wait(q_empty + stage, phase)
                 barrier = q_full + stage
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile_rows * HEAD_DIM_QK * 2)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, problem.tile_heads * problem.tile_tokens * HEAD_DIM_QK * 2)
                 for chunk in cutlass.range_constexpr(CHUNKS - 1):
-                    cute.copy(tma[1], tQgN[None, row_tile, chunk, request], tQsQ[None, 0, chunk, stage], tma_bar_ptr=barrier)
-                cute.copy(tma[2], tQgR[None, row_tile, 0, request], tQsQ[None, 0, CHUNKS - 1, stage], tma_bar_ptr=barrier)
+                    cute.copy(tma[1], tQgN[None, heads, tokens, chunk, request], tQsQ[None, chunk, stage], tma_bar_ptr=barrier)
+                cute.copy(tma[2], tQgR[None, heads, tokens, 0, request], tQsQ[None, CHUNKS - 1, stage], tma_bar_ptr=barrier)
                 wrap = stage + 1 == self.q_stages
                 stage = Int32(0) if wrap else stage + 1
                 phase = phase ^ 1 if wrap else phase
@@ -332,12 +339,9 @@ class ForwardSm90:
         sQ: cute.Tensor,
         mma_s: cute.TiledMma,
         mma_o: cute.TiledMma,
-        mSeqLens: cute.Tensor,
+        lens: tuple[cute.Tensor, cute.Tensor | None],
         words: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mOutPartial: cute.Tensor,
-        mLsePartial: cute.Tensor,
+        outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
         scale_log2: Float32,
         row_tile: Int32,
     ) -> None:
@@ -369,7 +373,7 @@ class ForwardSm90:
         tOrP = thr_o.make_fragment_B(thr_o.partition_B(sP))
         acc_o = cute.make_rmem_tensor(mma_o.partition_shape_C((VALUE_COLUMNS, self.tile_rows)), Float32)
         rO = softmax.accumulator_view(acc_o, self.tile_rows // 8, VALUE_COLUMNS // 64)
-        store_p = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 2 if self.score_rows % 16 else 4), BFloat16)
+        store_p = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 2 if self.score_rows % 16 else 4), self.dtype)
         store_p = cute.make_tiled_copy_C(store_p, mma_s).get_slice(thread)
         tPsP = store_p.partition_D(transposed(sPMine))
         first_key = warp_index * 16 + lane // 4
@@ -377,48 +381,139 @@ class ForwardSm90:
         # Step 3: row statistics, one per score row that this thread sees.
         shape = (2, self.score_rows // 8)
         row_max, row_sum, factor = (cute.make_rmem_tensor(shape, Float32) for _ in range(3))
+        limits, visible = (cute.make_rmem_tensor(shape, Int32) for _ in range(2))
 
         # Step 4: the requests of the range.
         stage, phase, q_stage, q_phase, exchange = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for request in cutlass.range(words[0], words[2] + 1, unroll=1):
-            seq_len = mSeqLens[request]
-            begin, end = self.tile_span(words, request, mSeqLens)
-            slot = Int32(NO_SLOT)
-            if request == words[2]:
-                slot = words[5]
-            if request == words[0]:
-                slot = words[4]
+            seq_len = lens[0][request]
+            begin, end = self.tile_span(words, request, lens[0])
             end = end if seq_len > 0 else begin
-            row_max.fill(-Float32.inf)
-            row_sum.fill(0.0)
-            acc_o.fill(0.0)
+            self.row_limits(limits, lens, request, seq_len, row_tile, group, lane)
             if begin < end:
                 cute.arch.mbarrier_wait(storage.q_full.data_ptr() + q_stage, q_phase)
-            for tile in cutlass.range(begin, end, unroll=1):
-                acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((TILE_KEYS, self.score_rows)), Float32)
-                rS = softmax.accumulator_view(acc_s, self.score_rows // 8)
-                self.scores(storage, mma_s, acc_s, tSrK, tSrQ, stage, phase, q_stage, exchange, group, thread)
-                keys = seq_len - self.tiling.first_key(tile)  # of this request, from the tile's first key on
-                self.probabilities(storage, rS, row_max, row_sum, factor, warp_values, first_key, keys, tile, scale_log2, group, warp_index, lane)
-                rP = cute.make_rmem_tensor(acc_s.shape, BFloat16)
-                rP.store(acc_s.load().to(BFloat16))
-                cute.copy(store_p, store_p.retile(rP), tPsP)
-                if keys < TILE_KEYS:
-                    self.clear_values(sK, cutlass.max(keys, 0), stage, group, thread)
-                self.share_factor(storage, rO, factor, group, warp_index, lane)
-                self.accumulate(storage, mma_o, acc_o, tOrV, tOrP, stage, group)
-                wrap = stage + 1 == K_STAGES
-                stage = Int32(0) if wrap else stage + 1
-                phase = phase ^ 1 if wrap else phase
-                exchange = exchange ^ 1
+            for piece in cutlass.range(self.pieces(begin, end, seq_len), unroll=1):
+                piece_begin, piece_end, slot = self.piece(words, request, begin, end, seq_len, piece)
+                row_max.fill(-Float32.inf)
+                row_sum.fill(0.0)
+                acc_o.fill(0.0)
+                for tile in cutlass.range(piece_begin, piece_end, unroll=1):
+                    acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((TILE_KEYS, self.score_rows)), Float32)
+                    rS = softmax.accumulator_view(acc_s, self.score_rows // 8)
+                    self.scores(storage, mma_s, acc_s, tSrK, tSrQ, stage, phase, q_stage, exchange, group, thread)
+                    key0 = self.tiling.first_key(tile)
+                    self.visible_keys(visible, limits, tile, key0)
+                    softmax.scale_and_mask(rS, visible, first_key, scale_log2)
+                    self.probabilities(storage, rS, row_max, row_sum, factor, warp_values, group, warp_index, lane)
+                    rP = cute.make_rmem_tensor(acc_s.shape, self.dtype)
+                    rP.store(acc_s.load().to(self.dtype))
+                    cute.copy(store_p, store_p.retile(rP), tPsP)
+                    if seq_len - key0 < TILE_KEYS:
+                        self.clear_values(sK, cutlass.max(seq_len - key0, 0), stage, group, thread)
+                    self.share_factor(storage, rO, factor, group, warp_index, lane)
+                    self.accumulate(storage, mma_o, acc_o, tOrV, tOrP, stage, group)
+                    wrap = stage + 1 == K_STAGES
+                    stage = Int32(0) if wrap else stage + 1
+                    phase = phase ^ 1 if wrap else phase
+                    exchange = exchange ^ 1
+                self.finish(storage, rO, row_max, row_sum, factor, warp_values, outputs, request, slot, row_tile, group, warp_index, lane)
             if begin < end:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + q_stage)
                 q_wrap = q_stage + 1 == self.q_stages
                 q_stage = Int32(0) if q_wrap else q_stage + 1
                 q_phase = q_phase ^ 1 if q_wrap else q_phase
-            outputs = (mOut, mLse, mOutPartial, mLsePartial)
-            self.finish(storage, rO, row_max, row_sum, factor, warp_values, outputs, request, slot, row_tile, group, warp_index, lane)
+
+    @cute.jit
+    def pieces(self, begin: Int32, end: Int32, seq_len: Int32) -> Int32:
+        """Partials that this CTA makes of a request: one, or one for every fixed piece of it."""
+        count = Int32(1)
+        if cutlass.const_expr(self.problem.batch_invariant):
+            length = invariant_piece_tiles(self.tiling.num_tiles(seq_len))
+            count = cutlass.max((end - begin + length - 1) // length, 1)
+        return count
+
+    @cute.jit
+    def piece(
+        self, words: cute.Tensor, request: Int32, begin: Int32, end: Int32, seq_len: Int32, index: Int32
+    ) -> tuple[Int32, Int32, Int32]:
+        """First tile, end tile and slot of a piece; NO_SLOT for a whole request."""
+        slot = Int32(NO_SLOT)
+        if cutlass.const_expr(self.problem.batch_invariant):
+            tiles = self.tiling.num_tiles(seq_len)
+            length = invariant_piece_tiles(tiles)
+            begin += index * length
+            end = cutlass.min(begin + length, end)
+            if length < tiles:
+                slot = request * INVARIANT_PIECES + begin // length
+        else:
+            if request == words[2]:
+                slot = words[5]
+            if request == words[0]:
+                slot = words[4]
+        return begin, end, slot
+
+    @cute.jit
+    def row_limits(
+        self,
+        limits: cute.Tensor,
+        lens: tuple[cute.Tensor, cute.Tensor | None],
+        request: Int32,
+        seq_len: Int32,
+        row_tile: Int32,
+        group: Int32,
+        lane: Int32,
+    ) -> None:
+        """How many of this rank's keys each score row of the thread sees: `DecodeProblem.causal` and `ContextShard.held`, row by row."""
+        problem = self.problem
+        if cutlass.const_expr(problem.causal and problem.query_len > 1):
+            total = lens[1][request] if cutlass.const_expr(problem.needs_total_lens) else seq_len
+            for block in cutlass.range_constexpr(self.score_rows // 8):
+                for parity in cutlass.range_constexpr(2):
+                    token, _, _ = self.locate(self.score_row(block, parity, group, lane), row_tile)
+                    limits[parity, block] = self.held(cutlass.max(total - problem.query_len + 1 + token, 0))
+        else:
+            limits.fill(seq_len)
+
+    @cute.jit
+    def held(self, keys: Int32) -> Int32:
+        """`ContextShard.held` on the device."""
+        context = self.problem.context
+        count = keys
+        if cutlass.const_expr(self.problem.needs_total_lens):
+            round_keys = context.world * context.interleave
+            rest = keys % round_keys - context.rank * context.interleave
+            count = keys // round_keys * context.interleave + cutlass.min(cutlass.max(rest, 0), context.interleave)
+        return count
+
+    @cute.jit
+    def visible_keys(self, visible: cute.Tensor, limits: cute.Tensor, tile: Int32, key0: Int32) -> None:
+        """How many keys of a tile each row sees: its limit, and the end of the page where pages hold part of a tile."""
+        for block in cutlass.range_constexpr(self.score_rows // 8):
+            for parity in cutlass.range_constexpr(2):
+                visible[parity, block] = limits[parity, block] - key0
+                if cutlass.const_expr(self.tiling.page_size % TILE_KEYS != 0 and self.tiling.pages_per_tile == 1):
+                    rest = self.tiling.page_size - tile % self.tiling.tiles_per_page * TILE_KEYS
+                    visible[parity, block] = cutlass.min(visible[parity, block], rest)
+
+    @cute.jit
+    def score_row(self, block: cutlass.Constexpr, parity: cutlass.Constexpr, group: Int32, lane: Int32) -> Int32:
+        """Row of the tile that a score register belongs to."""
+        row = block * 8 + (lane % 4) * 2 + parity
+        if cutlass.const_expr(self.split_rows):
+            row += group * self.score_rows
+        return row
+
+    @cute.jit
+    def locate(self, row: Int32, row_tile: Int32) -> tuple[Int32, Int32, cutlass.Boolean]:
+        """Query token and head of a row of the tile, and whether there is such a row."""
+        problem = self.problem
+        heads, tokens = problem.tile_heads, problem.tile_tokens
+        if cutlass.const_expr(tokens == 1):
+            token, head = row_tile // problem.head_tiles, row_tile % problem.head_tiles * heads + row
+            return token, head, (row < heads) & (head < problem.num_heads)
+        token = row_tile * tokens + row // heads
+        return token, row % heads, (row < heads * tokens) & (token < problem.query_len)
 
     @cute.jit
     def scores(
@@ -488,24 +583,15 @@ class ForwardSm90:
         row_sum: cute.Tensor,
         factor: cute.Tensor,
         warp_values: cute.Tensor,
-        first_key: Int32,
-        keys: Int32,
-        tile: Int32,
-        scale_log2: Float32,
         group: Int32,
         warp_index: Int32,
         lane: Int32,
     ) -> None:
-        """Scores to probabilities; where rows are split, also this warpgroup's factors for the other one."""
-        visible = keys
-        if cutlass.const_expr(self.tiling.page_size % TILE_KEYS != 0 and self.tiling.pages_per_tile == 1):
-            part = tile % self.tiling.tiles_per_page
-            visible = cutlass.min(keys, self.tiling.page_size - part * TILE_KEYS)
-        softmax.scale_and_mask(rS, first_key, visible, scale_log2)
+        """Logits to probabilities; where rows are split, also this warpgroup's factors for the other one."""
         softmax.publish_max(rS, warp_values, warp_index, lane)
         # Where rows are split this also says that both warpgroups are done with the last tile's P.
         self.sync(group)
-        softmax.update(rS, row_max, row_sum, factor, warp_values, lane)
+        softmax.update(rS, row_max, row_sum, factor, warp_values, lane, rows_may_see_nothing=self.problem.query_len > 1)
         if cutlass.const_expr(self.split_rows):
             if warp_index == 0:
                 self.publish_rows(storage, factor, group, lane)
@@ -556,9 +642,9 @@ class ForwardSm90:
         The other warpgroup may still read these keys for its scores; it masks them.
         """
         vectors = cute.tiled_divide(sK, (1, 8))  # ((1, 8), 64, 72, stages)
-        zeros = cute.make_rmem_tensor(((1, 8),), BFloat16)
+        zeros = cute.make_rmem_tensor(((1, 8),), self.dtype)
         zeros.fill(0.0)
-        store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=128)
+        store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
         column = group * (VALUE_COLUMNS // 8) + thread % 32
         for key in cutlass.range(keys + thread // 32, TILE_KEYS, 4, unroll=1):
             cute.copy(store, zeros, vectors[None, key, column, stage])
@@ -626,26 +712,24 @@ class ForwardSm90:
         # Step 2: store. With a lane that can be hoisted, the addresses of all stores live across the loop over the tiles and spill.
         lane = pinned_lane_index()
         mOut, mLse, mOutPartial, mLsePartial = outputs
-        row0 = row_tile * self.tile_rows
         if slot == NO_SLOT:
-            self.store_rows(rO, mOut[request, None, None], row0, group, warp_index, lane)
+            self.store_rows(rO, mOut[request, None, None, None], row_tile, group, warp_index, lane)
         else:
-            self.store_rows(rO, mOutPartial[slot, None, None], row0, group, warp_index, lane)
+            self.store_rows(rO, mOutPartial[slot, None, None, None], row_tile, group, warp_index, lane)
         owns_lse = warp_index == 0 if self.split_rows else warp_index + 4 * group == 0
         if owns_lse:
             if lane < 4:
-                score_row0 = row0 + group * self.score_rows if cutlass.const_expr(self.split_rows) else row0
-                self.store_lse(row_max, row_sum, mLse, mLsePartial, request, slot, score_row0, lane)
+                self.store_lse(row_max, row_sum, mLse, mLsePartial, request, slot, row_tile, group, lane)
 
     @cute.jit
-    def store_rows(self, rO: cute.Tensor, gO: cute.Tensor, row0: Int32, group: Int32, warp_index: Int32, lane: Int32) -> None:
-        """O^T registers to gO [rows, 512], two neighbouring columns a store.
+    def store_rows(self, rO: cute.Tensor, gO: cute.Tensor, row_tile: Int32, group: Int32, warp_index: Int32, lane: Int32) -> None:
+        """O^T registers to gO [tokens, heads, 512], two neighbouring columns a store.
 
         A thread holds two rows of one column; its neighbour in g holds the same rows of the next column. They swap one value, and then
         each holds one row of both columns.
         """
         even = (lane // 4) % 2 == 0
-        gPairs = cute.tiled_divide(gO, (1, 2))  # ((1, 2), rows, 256)
+        gPairs = cute.tiled_divide(gO, (1, 1, 2))  # ((1, 1, 2), tokens, heads, 256)
         store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), gO.element_type, num_bits_per_copy=2 * gO.element_type.width)
         for m_tile in cutlass.range_constexpr(VALUE_COLUMNS // 64):
             for block in cutlass.range_constexpr(self.tile_rows // 8):
@@ -654,13 +738,13 @@ class ForwardSm90:
                     mine = row_a if even else row_b
                     given = row_b if even else row_a
                     taken = cute.arch.shuffle_sync_bfly(given, offset=4)
-                    pair = cute.make_rmem_tensor(((1, 2),), gO.element_type)
+                    pair = cute.make_rmem_tensor(((1, 1, 2),), gO.element_type)
                     pair[0] = (mine if even else taken).to(gO.element_type)
                     pair[1] = (taken if even else mine).to(gO.element_type)
-                    row = row0 + block * 8 + (lane % 4) * 2 + (0 if even else 1)
+                    token, head, exists = self.locate(block * 8 + (lane % 4) * 2 + (lane // 4) % 2, row_tile)
                     column_pair = (group * VALUE_COLUMNS + m_tile * 64 + warp_index * 16 + half * 8) // 2 + lane // 8
-                    if row < self.rows:
-                        cute.copy(store, pair, gPairs[None, row, column_pair])
+                    if exists:
+                        cute.copy(store, pair, gPairs[None, token, head, column_pair])
 
     @cute.jit
     def store_lse(
@@ -671,43 +755,45 @@ class ForwardSm90:
         mLsePartial: cute.Tensor,
         request: Int32,
         slot: Int32,
-        row0: Int32,
+        row_tile: Int32,
+        group: Int32,
         lane: Int32,
     ) -> None:
         """Base-2 LSE to the partial slot, natural-log LSE to the caller."""
         for block in cutlass.range_constexpr(self.score_rows // 8):
             for parity in cutlass.range_constexpr(2):
-                row = row0 + block * 8 + lane * 2 + parity
+                token, head, exists = self.locate(self.score_row(block, parity, group, lane), row_tile)
                 lse = row_max[parity, block] + cute.math.log2(row_sum[parity, block], fastmath=True)
-                if row < self.rows:
+                if exists:
                     if slot != NO_SLOT:
-                        mLsePartial[slot, row] = lse
-                    elif cutlass.const_expr(self.return_lse):
-                        mLse[request, row] = lse * LN2
+                        mLsePartial[slot, token, head] = lse
+                    elif cutlass.const_expr(self.problem.return_lse):
+                        mLse[request, token, head] = lse * LN2
 
 
 def fake_arguments(problem: DecodeProblem) -> tuple[Any, ...]:
     """Arguments for `cute.compile`: what is static (heads, page size, dtypes), what varies (counts, strides) and what is aligned."""
-    heads, page_size = problem.num_heads, problem.page_size
+    heads, tokens, page_size = problem.num_heads, problem.query_len, problem.page_size
+    dtype, partial_dtype = cutlass_dtype(problem.kv_dtype), cutlass_dtype(problem.partial_dtype)
 
     def stride() -> Any:
         return cute.sym_int64(divisibility=8)  # 16 bytes: TMA's unit
 
     def rows(columns: int) -> Any:
-        return make_fake_tensor(BFloat16, (cute.sym_int(), heads, columns), (stride(), stride(), 1), assumed_align=16)
+        return make_fake_tensor(dtype, (cute.sym_int(), tokens, heads, columns), (stride(), stride(), stride(), 1), assumed_align=16)
 
-    kv = make_fake_tensor(BFloat16, (cute.sym_int(), page_size, HEAD_DIM_QK), (stride(), HEAD_DIM_QK, 1), assumed_align=16)
+    def lens() -> Any:
+        return make_fake_tensor(Int32, (cute.sym_int(),), (1,))
+
+    kv = make_fake_tensor(dtype, (cute.sym_int(), page_size, HEAD_DIM_QK), (stride(), HEAD_DIM_QK, 1), assumed_align=16)
     table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
-    seq_lens = make_fake_tensor(Int32, (cute.sym_int(),), (1,))
     schedule = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
-    lse = make_fake_tensor(Float32, (cute.sym_int(), heads), (heads, 1)) if problem.return_lse else None
-    slots = cute.sym_int()
-    out_partial = make_fake_tensor(
-        cutlass_dtype(problem.partial_dtype), (slots, problem.rows, HEAD_DIM_V), (problem.rows * HEAD_DIM_V, HEAD_DIM_V, 1), assumed_align=16
-    )
-    lse_partial = make_fake_tensor(Float32, (slots, problem.rows), (problem.rows, 1))
+    lse = make_fake_tensor(Float32, (cute.sym_int(), tokens, heads), (problem.rows, heads, 1)) if problem.return_lse else None
+    slots, partial_strides = cute.sym_int(), (problem.rows * HEAD_DIM_V, heads * HEAD_DIM_V, HEAD_DIM_V, 1)
+    out_partial = make_fake_tensor(partial_dtype, (slots, tokens, heads, HEAD_DIM_V), partial_strides, assumed_align=16)
+    lse_partial = make_fake_tensor(Float32, (slots, tokens, heads), (problem.rows, heads, 1))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return (
-        kv, rows(HEAD_DIM_V), rows(HEAD_DIM_QK - HEAD_DIM_V), table, seq_lens, schedule, rows(HEAD_DIM_V), lse,
-        out_partial, lse_partial, Float32(1.0), Int32(1), stream,
+        kv, rows(HEAD_DIM_V), rows(HEAD_DIM_QK - HEAD_DIM_V), table, lens(), lens() if problem.needs_total_lens else None, schedule,
+        rows(HEAD_DIM_V), lse, out_partial, lse_partial, Float32(1.0), Int32(1), stream,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .problem import HEAD_DIM_V, DecodeProblem
@@ -36,8 +36,11 @@ class Merge:
 
     def __init__(self, problem: DecodeProblem):
         self.rows = problem.rows
+        self.heads = problem.num_heads
+        self.out_dtype = cutlass_dtype(problem.kv_dtype)
         self.partial_dtype = cutlass_dtype(problem.partial_dtype)
         self.return_lse = problem.return_lse
+        self.batch_invariant = problem.batch_invariant
 
     @cute.jit
     def __call__(
@@ -81,7 +84,9 @@ class Merge:
         # Step 1: share out the work. The schedule was complete before the forward started, so it may be read before the wait.
         vectors = mSchedule[0] * (self.rows * ROW_VECTORS)
         lane_log2, warp_log2 = Int32(0), Int32(0)
-        for i in cutlass.range_constexpr(1, LANE_STRANDS_LOG2 + WARP_STRANDS_LOG2 + 1):
+        if cutlass.const_expr(self.batch_invariant):
+            lane_log2 = Int32(LANE_STRANDS_LOG2)  # the order of a row's sum must not depend on how many rows there are
+        for i in cutlass.range_constexpr(1, 1 if self.batch_invariant else LANE_STRANDS_LOG2 + WARP_STRANDS_LOG2 + 1):
             fits = (vectors << i) <= num_ctas * THREADS
             if cutlass.const_expr(i <= LANE_STRANDS_LOG2):
                 lane_log2 = Int32(i) if fits else lane_log2
@@ -242,23 +247,24 @@ class Merge:
         column: Int32,
     ) -> None:
         inverse = 1.0 / weight if weight > 0.0 else Float32(0.0)
-        result = cute.make_rmem_tensor((VECTOR,), BFloat16)
+        token, head = row // self.heads, row % self.heads
+        result = cute.make_rmem_tensor((VECTOR,), self.out_dtype)
         for j in cutlass.range_constexpr(VECTOR):
-            result[j] = (total[j] * inverse).to(BFloat16)
-        cute.autovec_copy(result, cute.local_tile(mOut[request, row, None], (VECTOR,), (column,)))
+            result[j] = (total[j] * inverse).to(self.out_dtype)
+        cute.autovec_copy(result, cute.local_tile(mOut[request, token, head, None], (VECTOR,), (column,)))
         if cutlass.const_expr(self.return_lse):
             if column == 0:
-                mLse[request, row] = (maximum + cute.math.log2(weight, fastmath=True)) * LN2
+                mLse[request, token, head] = (maximum + cute.math.log2(weight, fastmath=True)) * LN2
 
 
 def fake_arguments(problem: DecodeProblem) -> tuple[Any, ...]:
     """Arguments for `cute.compile`: rows and dtypes are static, counts and the strides of `out` vary."""
-    rows, slots = problem.rows, cute.sym_int()
+    rows, tokens, heads, slots = problem.rows, problem.query_len, problem.num_heads, cute.sym_int()
     partial = cutlass_dtype(problem.partial_dtype)
     out_partial = make_fake_tensor(partial, (slots, rows, HEAD_DIM_V), (rows * HEAD_DIM_V, HEAD_DIM_V, 1), assumed_align=16)
     lse_partial = make_fake_tensor(Float32, (slots, rows), (rows, 1))
     schedule = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
-    strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-    out = make_fake_tensor(BFloat16, (cute.sym_int(), rows, HEAD_DIM_V), strides, assumed_align=16)
-    lse = make_fake_tensor(Float32, (cute.sym_int(), rows), (rows, 1)) if problem.return_lse else None
+    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+    out = make_fake_tensor(cutlass_dtype(problem.kv_dtype), (cute.sym_int(), tokens, heads, HEAD_DIM_V), strides, assumed_align=16)
+    lse = make_fake_tensor(Float32, (cute.sym_int(), tokens, heads), (rows, heads, 1)) if problem.return_lse else None
     return out_partial, lse_partial, schedule, out, lse, Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)

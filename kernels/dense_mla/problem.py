@@ -11,7 +11,38 @@ HEAD_DIM_V = 512  # the value is the latent part of the key record
 TILE_KEYS = 64  # keys of one WGMMA tile (its M)
 MAX_TILE_ROWS = 64  # query rows that one CTA holds: Q and two K stages fill the shared memory
 MAX_HEADS = 128
+MAX_QUERY_LEN = 16
+KV_DTYPES = (torch.bfloat16, torch.float16)
 PARTIAL_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class ContextShard:
+    """Which keys of a request this rank holds, where ranks share out the context (decode context parallelism).
+
+    Runs of `interleave` keys go to the ranks in turn: key k lies on rank (k // interleave) % world. The rank's keys keep their order.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    world: int = 1
+    rank: int = 0
+    interleave: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world < 1 or self.interleave < 1:
+            raise ValueError(f"world and interleave must be at least 1, got {self.world} and {self.interleave}")
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"rank must be from 0 to {self.world - 1}, got {self.rank}")
+
+    def held(self, keys: int) -> int:
+        """Of the first `keys` keys of a request, how many this rank holds. `RowLimits` computes the same on the device."""
+        round_keys = self.world * self.interleave
+        return keys // round_keys * self.interleave + min(max(keys % round_keys - self.rank * self.interleave, 0), self.interleave)
+
+
+WHOLE_CONTEXT = ContextShard()
 
 
 @dataclass(frozen=True)
@@ -19,12 +50,16 @@ class DecodeProblem:
     """What the kernels of one MLA decode are compiled for. Hashable: it is the compile key, together with the device.
 
     Args:
-        num_heads: query heads on this rank, 1 to 128. They share one latent KV head.
+        num_heads: query heads that attend on this rank, 1 to 128 (with decode context parallelism, after the gather). They share one
+            latent KV head.
         page_size: keys in a page of the KV cache, a positive multiple of 16.
         partial_dtype: storage of `out_partial`, `torch.bfloat16` or `torch.float32`. Changes that tensor and nothing else.
-        kv_dtype: element type of the KV cache. `torch.bfloat16`.
-        query_len: query tokens of every request. 1.
+        kv_dtype: element type of the KV cache, of q and of the output: `torch.bfloat16` or `torch.float16`.
+        query_len: query tokens of every request, 1 to 16. The last of them is the newest key of the request.
+        causal: query token t of a request sees `seq_len - query_len + 1 + t` keys; otherwise every token sees all `seq_len`.
         return_lse: whether `run` writes the natural-log LSE beside the output.
+        batch_invariant: cut requests at places that their own length decides, so that a row's bits depend on that row alone.
+        context: which keys this rank holds. With several ranks and query tokens, the causal rule counts the keys of all ranks.
 
     Raises:
         ValueError: a value outside those, naming it and what is allowed.
@@ -35,7 +70,10 @@ class DecodeProblem:
     partial_dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     query_len: int = 1
+    causal: bool = True
     return_lse: bool = False
+    batch_invariant: bool = False
+    context: ContextShard = WHOLE_CONTEXT
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_heads <= MAX_HEADS:
@@ -44,27 +82,52 @@ class DecodeProblem:
             raise ValueError(f"page_size must be a positive multiple of 16, got {self.page_size}")
         if self.partial_dtype not in PARTIAL_DTYPES:
             raise ValueError(f"partial_dtype must be torch.bfloat16 or torch.float32, got {self.partial_dtype}")
-        if self.kv_dtype != torch.bfloat16:
-            raise ValueError(f"kv_dtype must be torch.bfloat16, got {self.kv_dtype}")
-        if self.query_len != 1:
-            raise ValueError(f"query_len must be 1, got {self.query_len}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype must be torch.bfloat16 or torch.float16, got {self.kv_dtype}")
+        if not 1 <= self.query_len <= MAX_QUERY_LEN:
+            raise ValueError(f"query_len must be from 1 to {MAX_QUERY_LEN}, got {self.query_len}")
 
     @property
     def rows(self) -> int:
-        """Query rows of a request that share its keys: query_len x num_heads."""
+        """Query rows of a request that share its keys: query_len x num_heads, row = token x num_heads + head."""
         return self.num_heads * self.query_len
 
     @property
+    def head_tiles(self) -> int:
+        """Row tiles into which the heads of one token are cut: 1, or 2 above 64 heads."""
+        return -(-self.num_heads // MAX_TILE_ROWS)
+
+    @property
+    def tile_heads(self) -> int:
+        """Heads of one row tile."""
+        return -(-self.num_heads // self.head_tiles)
+
+    @property
+    def token_tiles(self) -> int:
+        """Row tiles into which the query tokens are cut: as few as hold them, whole tokens each."""
+        return -(-self.query_len // max(MAX_TILE_ROWS // self.tile_heads, 1))
+
+    @property
+    def tile_tokens(self) -> int:
+        """Query tokens of one row tile."""
+        return -(-self.query_len // self.token_tiles)
+
+    @property
     def row_tiles(self) -> int:
-        """CTAs that share one range of keys, each with its own query rows."""
-        return -(-self.rows // MAX_TILE_ROWS)
+        """CTAs that share one range of keys, each with its own query rows: tile = token tile x head_tiles + head tile."""
+        return self.head_tiles * self.token_tiles
 
     @property
     def tile_rows(self) -> int:
         """Rows of one CTA: WGMMA's N. A multiple of 8 up to 32 rows, of 16 above, where the warpgroups share the rows out."""
-        rows = -(-self.rows // self.row_tiles)
+        rows = self.tile_heads * self.tile_tokens
         step = 8 if rows <= 32 else 16
         return -(-rows // step) * step
+
+    @property
+    def needs_total_lens(self) -> bool:
+        """Whether the causal rule needs the lengths over all ranks beside this rank's own."""
+        return self.context.world > 1 and self.query_len > 1 and self.causal
 
     def num_ranges(self, sm_count: int) -> int:
         """Ranges into which the schedule cuts a step's tiles: one per CTA and row tile, so that the grid never exceeds the SMs."""

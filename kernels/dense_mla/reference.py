@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from .paged_kv import PageTiling
-from .problem import HEAD_DIM_QK, HEAD_DIM_V, DecodeProblem
-from .schedule import NO_SLOT, Schedule, max_slots, plan
+from .problem import HEAD_DIM_QK, HEAD_DIM_V, WHOLE_CONTEXT, ContextShard, DecodeProblem
+from .schedule import INVARIANT_PIECES, NO_SLOT, Schedule, invariant_piece_tiles, max_slots, plan
 from .workspace import ALIGNMENT, workspace_views
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -37,52 +37,82 @@ class Piece:
     slot: int
 
 
-def pieces(schedule: Schedule, num_tiles: list[int]) -> Iterator[Piece]:
+def pieces(schedule: Schedule, num_tiles: list[int], batch_invariant: bool = False) -> Iterator[Piece]:
     """Every CTA's pieces, CTA by CTA, in the order in which it walks them.
 
     Args:
         schedule: the plan of the step.
         num_tiles: tiles of each request (`PageTiling.num_tiles`). An empty request is one piece without tiles.
+        batch_invariant: as the plan was made.
     """
     for r in schedule.ranges:
         for request in range(r.first_request, r.last_request + 1):
             is_first, is_last = request == r.first_request, request == r.last_request
             first_tile = r.first_tile if is_first else 0
             end_tile = r.end_tile if is_last else num_tiles[request]
-            slot = r.first_slot if is_first else r.last_slot if is_last else NO_SLOT
-            yield Piece(request, first_tile, end_tile, slot)
+            if batch_invariant:
+                yield from _invariant_pieces(request, first_tile, end_tile, num_tiles[request])
+            else:
+                slot = r.first_slot if is_first else r.last_slot if is_last else NO_SLOT
+                yield Piece(request, first_tile, end_tile, slot)
+
+
+def _invariant_pieces(request: int, first_tile: int, end_tile: int, num_tiles: int) -> Iterator[Piece]:
+    length = invariant_piece_tiles(num_tiles)
+    for begin in range(first_tile, max(end_tile, first_tile + 1), length):
+        slot = request * INVARIANT_PIECES + begin // length if num_tiles > length else NO_SLOT
+        yield Piece(request, begin, min(begin + length, end_tile), slot)
 
 
 def attention(
-    q: Query, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, scale: float
+    q: Query,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    *,
+    query_len: int = 1,
+    causal: bool = True,
+    context: ContextShard = WHOLE_CONTEXT,
+    total_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The exact answer in FP64, from the visible keys alone.
 
     Args:
-        q: `[requests, heads, 576]`, or the pair `[requests, heads, 512]`, `[requests, heads, 64]`.
+        q: `[R, heads, 576]`, or the pair `[R, heads, 512]`, `[R, heads, 64]`; R = requests x query_len.
         kv_cache: `[pages, page_size, 576]`.
         block_table: `[requests, width]`; columns past ceil(seq_len / page_size) are not read.
-        seq_lens: `[requests]`, keys that each request sees.
+        seq_lens: `[requests]`, keys of each request on this rank.
         scale: softmax scale.
+        query_len, causal, context: as in `DecodeProblem`.
+        total_lens: `[requests]`, keys of each request on all ranks; by default seq_lens.
 
     Returns:
-        out `[requests, heads, 512]` and the natural-log lse `[requests, heads]`, both FP64. A request without keys: 0 and -inf.
+        out `[R, heads, 512]` and the natural-log lse `[R, heads]`, both FP64. A row that sees no key: 0 and -inf.
 
     Raises:
         ValueError: a shape that does not fit, a negative length, or a block table narrower than the lengths need.
     """
     query = _joined(q)
-    lens = _checked_lens(query, kv_cache, block_table, seq_lens)
+    lens = _checked_lens(query, kv_cache, block_table, seq_lens, query_len)
+    totals = lens if total_lens is None else total_lens.tolist()
     out = query.new_zeros((*query.shape[:2], HEAD_DIM_V), dtype=torch.float64)
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float64)
     for r, seq_len in enumerate(lens):
-        if not seq_len:
-            continue
         keys = _keys(kv_cache, block_table[r], 0, seq_len).double()
-        scores = scale * query[r].double() @ keys.T
-        lse[r] = scores.logsumexp(-1)
-        out[r] = scores.softmax(-1) @ keys[:, :HEAD_DIM_V]
+        for t, visible in enumerate(visible_keys(seq_len, totals[r], query_len, causal, context)):
+            if visible:
+                scores = scale * query[r * query_len + t].double() @ keys[:visible].T
+                lse[r * query_len + t] = scores.logsumexp(-1)
+                out[r * query_len + t] = scores.softmax(-1) @ keys[:visible, :HEAD_DIM_V]
     return out, lse
+
+
+def visible_keys(seq_len: int, total_len: int, query_len: int, causal: bool, context: ContextShard) -> list[int]:
+    """How many of this rank's `seq_len` keys each query token of a request sees; causality counts the `total_len` keys of all ranks."""
+    if not causal or query_len == 1:
+        return [seq_len] * query_len
+    return [context.held(max(total_len - query_len + 1 + t, 0)) for t in range(query_len)]
 
 
 def decode(
@@ -95,43 +125,50 @@ def decode(
     scale: float,
     num_ranges: int,
     workspace: torch.Tensor | None = None,
+    total_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernels compute, piece by piece: forward into `out` or a partial slot, then the merge of the split requests.
 
     Args:
-        problem: heads, page size and partial dtype.
-        q, kv_cache, block_table, seq_lens, scale: as in `attention`.
+        problem: heads, page size, query tokens and dtypes.
+        q, kv_cache, block_table, seq_lens, scale, total_lens: as in `attention`.
         num_ranges: CTAs that share the work (`DecodeProblem.num_ranges`).
         workspace: `torch.uint8` buffer of `workspace_size(...).total_bytes`, for a look at the partials afterwards. By default one made
             here. It is filled with NaN first: whatever the merge read without being written would show.
 
     Returns:
-        out `[requests, heads, 512]` in BF16 and the natural-log lse `[requests, heads]` in FP32. A request without keys: 0 and -inf.
+        out `[R, heads, 512]` in the problem's kv_dtype and the natural-log lse `[R, heads]` in FP32. A row that sees no key: 0 and -inf.
 
     Raises:
         ValueError: as in `attention`, or heads or page size other than the problem's.
     """
     query = _joined(q)
-    lens = _checked_lens(query, kv_cache, block_table, seq_lens)
+    lens = _checked_lens(query, kv_cache, block_table, seq_lens, problem.query_len)
     _check_problem(problem, query, kv_cache)
+    totals = lens if total_lens is None else total_lens.tolist()
     tiling = PageTiling(problem.page_size)
-    schedule = plan(lens, problem.page_size, num_ranges)
-    out_partial, lse_partial = _nan_partials(problem, max_slots(len(lens), num_ranges), query.device, workspace)
+    schedule = plan(lens, problem.page_size, num_ranges, problem.batch_invariant)
+    slots = max_slots(len(lens), num_ranges, problem.batch_invariant)
+    out_partial, lse_partial = _nan_partials(problem, slots, query.device, workspace)
 
-    out = query.new_full((*query.shape[:2], HEAD_DIM_V), math.nan, dtype=torch.bfloat16)
-    lse = query.new_full(query.shape[:2], math.nan, dtype=torch.float32)  # base 2 until the end
-    for piece in pieces(schedule, [tiling.num_tiles(n) for n in lens]):
+    by_request = query.unflatten(0, (len(lens), problem.query_len)).flatten(1, 2)  # rows = token x heads + head
+    out = query.new_full((len(lens), problem.rows, HEAD_DIM_V), math.nan, dtype=problem.kv_dtype)
+    lse = query.new_full((len(lens), problem.rows), math.nan, dtype=torch.float32)  # base 2 until the end
+    for piece in pieces(schedule, [tiling.num_tiles(n) for n in lens], problem.batch_invariant):
+        r, seq_len = piece.request, lens[piece.request]
         first_key = tiling.first_key(piece.first_tile)
-        end_key = min(tiling.first_key(piece.end_tile), lens[piece.request])
-        o, lse2 = _forward(query[piece.request], _keys(kv_cache, block_table[piece.request], first_key, end_key), scale)
+        end_key = min(tiling.first_key(piece.end_tile), seq_len)
+        visible = visible_keys(seq_len, totals[r], problem.query_len, problem.causal, problem.context)
+        limits = torch.tensor(visible, device=query.device).repeat_interleave(problem.num_heads) - first_key
+        o, lse2 = _forward(by_request[r], _keys(kv_cache, block_table[r], first_key, end_key), limits, scale)
         if piece.slot == NO_SLOT:
-            out[piece.request], lse[piece.request] = o, lse2
+            out[r], lse[r] = o, lse2
         else:
             out_partial[piece.slot], lse_partial[piece.slot] = o, lse2
     for split in schedule.splits:
-        slots = slice(split.first_slot, split.first_slot + split.pieces)
-        out[split.request], lse[split.request] = merge(out_partial[slots], lse_partial[slots])
-    return out, lse * math.log(2)
+        slots_of = slice(split.first_slot, split.first_slot + split.pieces)
+        out[split.request], lse[split.request] = merge(out_partial[slots_of], lse_partial[slots_of])
+    return out.view(*query.shape[:2], HEAD_DIM_V), (lse * math.log(2)).view(query.shape[:2])
 
 
 def merge(out_partial: torch.Tensor, lse_partial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,18 +199,19 @@ def relative_l2(out: torch.Tensor, exact: torch.Tensor) -> float:
     return error / norm if norm else error
 
 
-def _forward(query: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """One piece: query [rows, 576] on keys [n, 576] -> normalised out [rows, 512] and base-2 lse [rows], both FP32."""
+def _forward(query: torch.Tensor, keys: torch.Tensor, limits: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One piece: query [rows, 576] on keys [n, 576], of which row i sees the first limits[i] -> normalised out [rows, 512], base-2 lse, FP32."""
     if not keys.shape[0]:
         return query.new_zeros((query.shape[0], HEAD_DIM_V), dtype=torch.float32), query.new_full(query.shape[:1], -math.inf, dtype=torch.float32)
     values = keys.float()
     scores = (query.float() @ values.T) * (scale * math.log2(math.e))
+    scores.masked_fill_(torch.arange(keys.shape[0], device=keys.device) >= limits[:, None], -math.inf)
     top = scores.amax(-1, keepdim=True)
-    p = torch.exp2(scores - top)
+    p = torch.exp2(scores - torch.where(top == -math.inf, 0.0, top))
     total = p.sum(-1)
-    # The tensor cores take P in BF16; the sum is over the unrounded P.
-    out = p.bfloat16().float() @ values[:, :HEAD_DIM_V]
-    return out / total[:, None], top[:, 0] + torch.log2(total)
+    # The tensor cores take P in the element type of V; the sum is over the unrounded P.
+    out = p.to(keys.dtype).float() @ values[:, :HEAD_DIM_V]
+    return out / torch.where(total == 0, 1.0, total)[:, None], top[:, 0] + torch.log2(total)
 
 
 def _keys(kv_cache: torch.Tensor, pages: torch.Tensor, first_key: int, end_key: int) -> torch.Tensor:
@@ -194,14 +232,17 @@ def _joined(q: Query) -> torch.Tensor:
     return query
 
 
-def _checked_lens(query: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> list[int]:
+def _checked_lens(
+    query: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int
+) -> list[int]:
     """seq_lens on the host, once all shapes fit them."""
     if kv_cache.dim() != 3 or kv_cache.shape[-1] != HEAD_DIM_QK:
         raise ValueError(f"kv_cache must be [pages, page_size, {HEAD_DIM_QK}], got {list(kv_cache.shape)}")
-    if seq_lens.shape != query.shape[:1]:
-        raise ValueError(f"seq_lens must be [{query.shape[0]}] for q of that many requests, got {list(seq_lens.shape)}")
-    if block_table.dim() != 2 or block_table.shape[0] != query.shape[0]:
-        raise ValueError(f"block_table must be [{query.shape[0]}, width], got {list(block_table.shape)}")
+    requests, rest = divmod(query.shape[0], query_len)
+    if rest or seq_lens.shape != (requests,):
+        raise ValueError(f"seq_lens must be [{requests}] for q of {query.shape[0]} rows, {query_len} a request, got {list(seq_lens.shape)}")
+    if block_table.dim() != 2 or block_table.shape[0] != requests:
+        raise ValueError(f"block_table must be [{requests}, width], got {list(block_table.shape)}")
     lens: list[int] = seq_lens.tolist()
     if min(lens, default=0) < 0:
         raise ValueError(f"seq_lens must be at least 0, got {min(lens)}")

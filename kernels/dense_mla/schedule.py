@@ -11,6 +11,9 @@ The pieces of a request take consecutive slots. Slot of the piece of request r i
 either g or r grows from piece to piece, so no two pieces share a slot, and there are at most num_ranges - 1 split requests:
 slots <= min(requests + num_ranges - 1, 2 * num_ranges).
 
+With batch invariance, where a request is cut depends on its own length alone: every piece but the last has `invariant_piece_tiles`, at most
+INVARIANT_PIECES of them, piece i of request r in slot r x INVARIANT_PIECES + i. Ranges then hold whole pieces.
+
 The device computes this once a step (ScheduleKernel in schedule_kernel.py); `plan` is the same arithmetic in Python integers.
 """
 
@@ -20,6 +23,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 from .paged_kv import PageTiling
 
@@ -29,6 +33,8 @@ HEADER_WORDS = 8  # word 0: split requests; the rest is padding
 RANGE_WORDS = 8  # first_request, first_tile, last_request, end_tile, first_slot, last_slot, 2 of padding
 SPLIT_WORDS = 4  # request, first_slot, pieces, 1 of padding
 NO_SLOT = -1
+INVARIANT_PIECES = 32  # at most, of a request cut by its own length
+INVARIANT_STEP = 4  # tiles; the length of such a piece is a multiple of it
 MAX_REQUESTS = 4096  # of a step; the schedule kernel keeps two words of each in shared memory
 
 
@@ -37,7 +43,8 @@ class Range:
     """The work of one CTA: requests first_request to last_request, from tile first_tile of the first up to (not including) tile end_tile of the last.
 
     `first_slot` and `last_slot` are the partial slots of its first and last request, NO_SLOT where that request is not split.
-    The requests between are whole. An idle CTA has last_request < first_request.
+    The requests between are whole. With batch invariance a piece's slot follows from its request and place, and both are NO_SLOT.
+    An idle CTA has last_request < first_request.
     """
 
     first_request: int
@@ -68,26 +75,36 @@ class Schedule:
     splits: tuple[Split, ...]
 
 
-def max_slots(num_requests: int, num_ranges: int) -> int:
+def invariant_piece_tiles(tiles: Any) -> Any:
+    """Tiles of a piece of a request that is cut by its own length: from 4 up, at most 32 pieces. Takes Python integers and CuTe Int32 alike."""
+    return (tiles // (INVARIANT_PIECES * INVARIANT_STEP) + 1) * INVARIANT_STEP
+
+
+def max_slots(num_requests: int, num_ranges: int, batch_invariant: bool = False) -> int:
     """Partial slots that no batch of `num_requests` requests exceeds, whatever their lengths."""
+    if batch_invariant:
+        return num_requests * INVARIANT_PIECES
     return min(num_requests + num_ranges - 1, 2 * num_ranges) if num_requests else 0
 
 
-def schedule_words(num_ranges: int) -> int:
-    """int32 words of the device's schedule buffer."""
-    return HEADER_WORDS + num_ranges * (RANGE_WORDS + SPLIT_WORDS)
+def schedule_words(num_ranges: int, max_requests: int, batch_invariant: bool = False) -> int:
+    """int32 words of the device's schedule buffer. Cut by their own length, all requests may be split; otherwise fewer than there are ranges."""
+    return HEADER_WORDS + num_ranges * RANGE_WORDS + (max_requests if batch_invariant else num_ranges) * SPLIT_WORDS
 
 
-def plan(seq_lens: Sequence[int], page_size: int, num_ranges: int) -> Schedule:
+def plan(seq_lens: Sequence[int], page_size: int, num_ranges: int, batch_invariant: bool = False) -> Schedule:
     """Schedule of one step.
 
     Args:
         seq_lens: keys of each request, >= 0.
         page_size: keys in a page.
         num_ranges: CTAs that share the work (`DecodeProblem.num_ranges`).
+        batch_invariant: cut each request by its own length.
     """
     tiling = PageTiling(page_size)
     tiles = [tiling.num_tiles(n) for n in seq_lens]
+    if batch_invariant:
+        return _invariant(tiles, num_ranges)
     starts = list(accumulate((t + FIXED_COST if t else 1 for t in tiles), initial=0))
     quantum = max(-(-starts[-1] // num_ranges), 1)
     # Requests that start in range g are firsts[g] to firsts[g + 1] - 1.
@@ -134,3 +151,31 @@ def _cut(tiles: Sequence[int], starts: Sequence[int], quantum: int, num_ranges: 
         Split(r, slot(r, first_range[r]), last_range[r] - first_range[r] + 1) for r in range(len(tiles)) if is_split[r]
     )
     return Schedule(tuple(cut_range(g) for g in range(num_ranges)), splits)
+
+
+def _invariant(tiles: Sequence[int], num_ranges: int) -> Schedule:
+    """Every request cut by its own length; a range takes the pieces that start in it."""
+    lengths = [invariant_piece_tiles(t) for t in tiles]
+    counts = [max(-(-t // length), 1) for t, length in zip(tiles, lengths)]
+    starts = list(accumulate((t + n * FIXED_COST if t else 1 for t, n in zip(tiles, counts)), initial=0))
+    quantum = max(-(-starts[-1] // num_ranges), 1)
+
+    def first_piece(unit: int) -> tuple[int, int]:
+        """Request and piece that start at or after a unit of the line."""
+        if unit >= starts[-1]:
+            return len(tiles), 0
+        r = bisect_right(starts, unit) - 1
+        piece = -(-(unit - starts[r]) // (lengths[r] + FIXED_COST))
+        return (r, piece) if piece < counts[r] else (r + 1, 0)
+
+    cuts = [first_piece(g * quantum) for g in range(num_ranges + 1)]
+
+    def held(begin: tuple[int, int], end: tuple[int, int]) -> Range:
+        if begin == end:
+            return IDLE
+        last = end[0] if end[1] else end[0] - 1
+        end_tile = end[1] * lengths[last] if end[1] else tiles[last]
+        return Range(begin[0], begin[1] * lengths[begin[0]], last, end_tile, NO_SLOT, NO_SLOT)
+
+    splits = tuple(Split(r, r * INVARIANT_PIECES, n) for r, n in enumerate(counts) if n > 1)
+    return Schedule(tuple(held(begin, end) for begin, end in pairwise(cuts)), splits)

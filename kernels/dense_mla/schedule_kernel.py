@@ -13,7 +13,17 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .paged_kv import PageTiling
 from .problem import DecodeProblem
-from .schedule import FIXED_COST, HEADER_WORDS, MAX_REQUESTS, NO_SLOT, RANGE_WORDS, SPLIT_WORDS, WHOLE_SLACK
+from .schedule import (
+    FIXED_COST,
+    HEADER_WORDS,
+    INVARIANT_PIECES,
+    MAX_REQUESTS,
+    NO_SLOT,
+    RANGE_WORDS,
+    SPLIT_WORDS,
+    WHOLE_SLACK,
+    invariant_piece_tiles,
+)
 
 THREADS = 1024
 WARPS = THREADS // 32
@@ -24,6 +34,7 @@ class ScheduleKernel:
 
     def __init__(self, problem: DecodeProblem):
         self.tiling = PageTiling(problem.page_size)
+        self.batch_invariant = problem.batch_invariant
 
     @cute.jit
     def __call__(self, mSeqLens: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32, stream: cuda.CUstream) -> None:
@@ -56,7 +67,7 @@ class ScheduleKernel:
             units = Int32(0)
             if request < requests:
                 tiles = self.tiling.num_tiles(mSeqLens[request])
-                units = tiles + FIXED_COST if tiles > 0 else Int32(1)
+                units = tiles + self.pieces(tiles) * FIXED_COST if tiles > 0 else Int32(1)
             before, added = self.scan(units, sWarpSums, thread)
             if request < requests:
                 sStarts[request] = total + before
@@ -67,6 +78,90 @@ class ScheduleKernel:
         cute.arch.sync_threads()
         quantum = cutlass.max((total + num_ranges - 1) // num_ranges, 1)
 
+        if cutlass.const_expr(self.batch_invariant):
+            self.write_invariant_ranges(mSeqLens, mSchedule, sStarts, sWarpSums, requests, num_ranges, quantum, thread)
+        else:
+            self.write_ranges(mSchedule, sStarts, sSplitsBefore, sWarpSums, sTooLong, requests, num_ranges, quantum, thread)
+
+    @cute.jit
+    def pieces(self, tiles: Int32) -> Int32:
+        """Pieces that pay the fixed cost: those of a request cut by its own length, otherwise one."""
+        count = Int32(1)
+        if cutlass.const_expr(self.batch_invariant):
+            length = invariant_piece_tiles(tiles)
+            count = (tiles + length - 1) // length
+        return count
+
+    @cute.jit
+    def write_invariant_ranges(
+        self,
+        mSeqLens: cute.Tensor,
+        mSchedule: cute.Tensor,
+        sStarts: cute.Tensor,
+        sWarpSums: cute.Tensor,
+        requests: Int32,
+        num_ranges: Int32,
+        quantum: Int32,
+        thread: Int32,
+    ) -> None:
+        """Every request cut by its own length; a range takes the pieces that start in it."""
+        split_requests = Int32(0)
+        for base in cutlass.range(0, requests, THREADS, unroll=1):
+            request = base + thread
+            count = Int32(1)
+            if request < requests:
+                count = self.pieces(self.tiling.num_tiles(mSeqLens[request]))
+            before, added = self.scan(Int32(1) if count > 1 else Int32(0), sWarpSums, thread)
+            if count > 1:
+                self.write_split(mSchedule, num_ranges, split_requests + before, request, request * INVARIANT_PIECES, count)
+            split_requests += added
+        if thread == 0:
+            mSchedule[0] = split_requests
+        for index in cutlass.range(thread, num_ranges, THREADS, unroll=1):
+            first, first_piece = self.first_piece(mSeqLens, sStarts, requests, index * quantum)
+            end, end_piece = self.first_piece(mSeqLens, sStarts, requests, (index + 1) * quantum)
+            last, first_tile, end_tile = end, Int32(0), Int32(0)
+            if first < requests:
+                first_tile = first_piece * invariant_piece_tiles(self.tiling.num_tiles(mSeqLens[first]))
+            if end_piece > 0:
+                end_tile = end_piece * invariant_piece_tiles(self.tiling.num_tiles(mSeqLens[end]))
+            else:
+                last = end - 1
+                if last >= 0:
+                    end_tile = self.tiling.num_tiles(mSeqLens[last])
+            if first == end:
+                if first_piece == end_piece:
+                    last = first - 1  # idle
+            self.write_range(mSchedule, index, first, first_tile, last, end_tile, Int32(NO_SLOT), Int32(NO_SLOT))
+
+    @cute.jit
+    def first_piece(self, mSeqLens: cute.Tensor, sStarts: cute.Tensor, requests: Int32, unit: Int32) -> tuple[Int32, Int32]:
+        """Request and piece that start at or after a unit of the line; `requests` and 0 past its end."""
+        request, piece = requests, Int32(0)
+        if unit < sStarts[requests]:
+            found = self.request_at(sStarts, requests, unit)
+            tiles = self.tiling.num_tiles(mSeqLens[found])
+            stride = invariant_piece_tiles(tiles) + FIXED_COST
+            index = (unit - sStarts[found] + stride - 1) // stride
+            fits = index < cutlass.max(self.pieces(tiles), 1)
+            request = found if fits else found + 1
+            piece = index if fits else Int32(0)
+        return request, piece
+
+    @cute.jit
+    def write_ranges(
+        self,
+        mSchedule: cute.Tensor,
+        sStarts: cute.Tensor,
+        sSplitsBefore: cute.Tensor,
+        sWarpSums: cute.Tensor,
+        sTooLong: cute.Tensor,
+        requests: Int32,
+        num_ranges: Int32,
+        quantum: Int32,
+        thread: Int32,
+    ) -> None:
+        """Whole requests where the slack allows it, cuts anywhere otherwise."""
         # Step 2: may every request stay whole, in the range where it starts?
         for index in cutlass.range(thread, num_ranges, THREADS, unroll=1):
             first = self.first_start(sStarts, requests, index * quantum)
@@ -107,11 +202,7 @@ class ScheduleKernel:
             if request < requests:
                 sSplitsBefore[request] = before
             if first_range < last_range:
-                split = mSchedule.iterator + HEADER_WORDS + num_ranges * RANGE_WORDS + before * SPLIT_WORDS
-                words = cute.make_tensor(split, cute.make_layout((SPLIT_WORDS,)))
-                words[0] = request
-                words[1] = first_range + before
-                words[2] = last_range - first_range + 1
+                self.write_split(mSchedule, num_ranges, before, request, first_range + before, last_range - first_range + 1)
             split_requests += added
         if thread == 0:
             mSchedule[0] = split_requests
@@ -120,19 +211,41 @@ class ScheduleKernel:
             self.write_cut_range(mSchedule, sStarts, sSplitsBefore, requests, index, quantum)
 
     @cute.jit
-    def write_whole_range(self, mSchedule: cute.Tensor, sStarts: cute.Tensor, requests: Int32, index: Int32, quantum: Int32) -> None:
+    def write_split(self, mSchedule: cute.Tensor, num_ranges: Int32, index: Int32, request: Int32, first_slot: Int32, pieces: Int32) -> None:
+        words = mSchedule.iterator + HEADER_WORDS + num_ranges * RANGE_WORDS + index * SPLIT_WORDS
+        words = cute.make_tensor(words, cute.make_layout((SPLIT_WORDS,)))
+        words[0] = request
+        words[1] = first_slot
+        words[2] = pieces
+
+    @cute.jit
+    def write_range(
+        self,
+        mSchedule: cute.Tensor,
+        index: Int32,
+        first: Int32,
+        first_tile: Int32,
+        last: Int32,
+        end_tile: Int32,
+        first_slot: Int32,
+        last_slot: Int32,
+    ) -> None:
         words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
+        words[0] = first
+        words[1] = first_tile
+        words[2] = last
+        words[3] = end_tile
+        words[4] = first_slot
+        words[5] = last_slot
+
+    @cute.jit
+    def write_whole_range(self, mSchedule: cute.Tensor, sStarts: cute.Tensor, requests: Int32, index: Int32, quantum: Int32) -> None:
         first = self.first_start(sStarts, requests, index * quantum)
         end = self.first_start(sStarts, requests, (index + 1) * quantum)
         end_tile = Int32(0)
         if first < end:
             end_tile = self.tiles(sStarts, end - 1)
-        words[0] = first
-        words[1] = 0
-        words[2] = end - 1
-        words[3] = end_tile
-        words[4] = NO_SLOT
-        words[5] = NO_SLOT
+        self.write_range(mSchedule, index, first, Int32(0), end - 1, end_tile, Int32(NO_SLOT), Int32(NO_SLOT))
 
     @cute.jit
     def first_start(self, sStarts: cute.Tensor, requests: Int32, unit: Int32) -> Int32:
@@ -169,7 +282,6 @@ class ScheduleKernel:
     def write_cut_range(
         self, mSchedule: cute.Tensor, sStarts: cute.Tensor, sSplitsBefore: cute.Tensor, requests: Int32, index: Int32, quantum: Int32
     ) -> None:
-        words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
         begin = index * quantum
         end = cutlass.min(begin + quantum, sStarts[requests])
         first, first_tile, last, end_tile = Int32(0), Int32(0), Int32(-1), Int32(0)
@@ -188,12 +300,7 @@ class ScheduleKernel:
                     first_slot = index + sSplitsBefore[first]
                 if last_unit // quantum < (sStarts[last + 1] - 1) // quantum:
                     last_slot = index + sSplitsBefore[last]
-        words[0] = first
-        words[1] = first_tile
-        words[2] = last
-        words[3] = end_tile
-        words[4] = first_slot
-        words[5] = last_slot
+        self.write_range(mSchedule, index, first, first_tile, last, end_tile, first_slot, last_slot)
 
     @cute.jit
     def scan(self, value: Int32, sWarpSums: cute.Tensor, thread: Int32) -> tuple[Int32, Int32]:

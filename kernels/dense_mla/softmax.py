@@ -22,14 +22,17 @@ def accumulator_view(acc: Any, row_blocks: int, m_tiles: int = 1) -> Any:
 
 
 @cute.jit
-def scale_and_mask(scores: cute.Tensor, first_key: Int32, visible: Int32, scale_log2: Float32):
-    """Scores to base-2 logits; keys at `visible` and beyond become -inf. `first_key`: this thread's first key in the tile."""
+def scale_and_mask(scores: cute.Tensor, visible: cute.Tensor, first_key: Int32, scale_log2: Float32):
+    """Scores to base-2 logits; the keys of the tile at `visible` [2 parities, row blocks] and beyond become -inf.
+
+    `first_key`: this thread's first key in the tile.
+    """
     for block in cutlass.range_constexpr(scores.shape[2]):
         for half in cutlass.range_constexpr(2):
             for parity in cutlass.range_constexpr(2):
-                # Two selects, not a product: a score of an unread key may be NaN.
+                # A select, not a product: the score of an unread key may be NaN.
                 score = scores[parity, half, block, 0] * scale_log2
-                scores[parity, half, block, 0] = score if first_key + 8 * half < visible else -Float32.inf
+                scores[parity, half, block, 0] = score if first_key + 8 * half < visible[parity, block] else -Float32.inf
 
 
 @cute.jit
@@ -46,7 +49,13 @@ def publish_max(scores: cute.Tensor, warp_values: cute.Tensor, warp: Int32, lane
 
 @cute.jit
 def update(
-    scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, factor: cute.Tensor, warp_values: cute.Tensor, lane: Int32
+    scores: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    factor: cute.Tensor,
+    warp_values: cute.Tensor,
+    lane: Int32,
+    rows_may_see_nothing: cutlass.Constexpr,
 ):
     """Logits to probabilities against the new maximum; `factor` is what older sums and outputs have to be multiplied with."""
     for block in cutlass.range_constexpr(scores.shape[2]):
@@ -56,11 +65,15 @@ def update(
                 cute.arch.fmax(warp_values[0, row], warp_values[1, row]), cute.arch.fmax(warp_values[2, row], warp_values[3, row])
             )
             new_max = cute.arch.fmax(row_max[parity, block], tile_max)
-            factor[parity, block] = cute.math.exp2(row_max[parity, block] - new_max, fastmath=True)
+            reference = new_max
+            if cutlass.const_expr(rows_may_see_nothing):
+                # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+                reference = new_max if new_max > -Float32.inf else Float32(0.0)
+            factor[parity, block] = cute.math.exp2(row_max[parity, block] - reference, fastmath=True)
             row_max[parity, block] = new_max
             tile_sum = Float32(0.0)
             for half in cutlass.range_constexpr(2):
-                p = cute.math.exp2(scores[parity, half, block, 0] - new_max, fastmath=True)
+                p = cute.math.exp2(scores[parity, half, block, 0] - reference, fastmath=True)
                 scores[parity, half, block, 0] = p
                 tile_sum += p
             row_sum[parity, block] = row_sum[parity, block] * factor[parity, block] + tile_sum

@@ -5,7 +5,11 @@ from typing import Any
 import cutlass
 import torch
 
-_CUTLASS_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: cutlass.BFloat16, torch.float32: cutlass.Float32}
+_CUTLASS_DTYPES: dict[torch.dtype, Any] = {
+    torch.bfloat16: cutlass.BFloat16,
+    torch.float16: cutlass.Float16,
+    torch.float32: cutlass.Float32,
+}
 
 
 def cutlass_dtype(dtype: torch.dtype) -> Any:

@@ -29,7 +29,7 @@ class WorkspaceSize:
 
 def workspace_size(problem: DecodeProblem, num_requests: int, sm_count: int) -> WorkspaceSize:
     """Bytes that no batch of at most `num_requests` requests exceeds: they depend on no context length."""
-    slots = max_slots(num_requests, problem.num_ranges(sm_count))
+    slots = max_slots(num_requests, problem.num_ranges(sm_count), problem.batch_invariant)
     rows = slots * problem.rows
     return WorkspaceSize(num_requests, slots, rows * HEAD_DIM_V * problem.partial_dtype.itemsize, rows * 4)
 

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from dense_mla.problem import WHOLE_CONTEXT, ContextShard, DecodeProblem
 from dense_mla.reference import attention, relative_l2
 
 SCALE = 192**-0.5
@@ -33,7 +34,7 @@ class Case:
     """One decode input. `expected_out` and `expected_lse` are FP64: the closed form where there is one, `attention` otherwise.
 
     Args:
-        q: `[requests, heads, 576]`, or the pair.
+        q: `[requests x query_len, heads, 576]`, or the pair.
         kv_cache, block_table, seq_lens, scale: as for the kernels.
         out_atol: bound on every element instead of the relative L2 bound, for answers with a closed form.
     """
@@ -48,6 +49,10 @@ class Case:
     scale: float = SCALE
     out_atol: float | None = None
     lse_atol: float = 2e-5
+    query_len: int = 1
+    causal: bool = True
+    context: ContextShard = WHOLE_CONTEXT
+    total_lens: torch.Tensor | None = None
 
     @property
     def num_heads(self) -> int:
@@ -57,23 +62,28 @@ class Case:
     def page_size(self) -> int:
         return self.kv_cache.shape[1]
 
+    def problem(self, partial_dtype: torch.dtype, **facts: bool) -> DecodeProblem:
+        """What the kernels have to be prepared for."""
+        shape = {"query_len": self.query_len, "causal": self.causal, "context": self.context}
+        return DecodeProblem(self.num_heads, self.page_size, partial_dtype, kv_dtype=self.kv_cache.dtype, **shape, **facts)
+
     def check(self, out: torch.Tensor, lse: torch.Tensor | None, partial_dtype: torch.dtype) -> None:
         """Assert the expected property of `out` [requests, heads, 512] and, where it was asked for, of the natural-log `lse`."""
-        empty = self.seq_lens == 0
-        assert out.dtype == torch.bfloat16 and out.shape == self.expected_out.shape
-        assert (out[empty] == 0).all(), f"{self.name}: a request without keys must give exactly 0"
+        empty = self.expected_lse == -math.inf
+        assert out.dtype == self.kv_cache.dtype and out.shape == self.expected_out.shape
+        assert (out[empty] == 0).all(), f"{self.name}: a row without keys must give exactly 0"
         assert not out.isnan().any(), f"{self.name}: NaN reached the output"
         if self.out_atol is not None:
             assert (out.double() - self.expected_out).abs().max().item() <= self.out_atol, self.name
         else:
-            bound = ERROR_BOUND[partial_dtype] * relative_l2(self.expected_out.bfloat16(), self.expected_out)
+            bound = ERROR_BOUND[partial_dtype] * relative_l2(self.expected_out.to(out.dtype), self.expected_out)
             assert relative_l2(out, self.expected_out) <= bound, self.name
         if lse is not None:
             self._check_lse(lse, empty)
 
     def _check_lse(self, lse: torch.Tensor, empty: torch.Tensor) -> None:
         assert lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == self.expected_lse.shape
-        assert (lse[empty] == -math.inf).all(), f"{self.name}: the LSE of a request without keys is -inf"
+        assert (lse[empty] == -math.inf).all(), f"{self.name}: the LSE of a row without keys is -inf"
         error = (lse.double() - self.expected_lse)[~empty].abs()
         assert not error.isnan().any() and (error <= self.lse_atol).all(), f"{self.name}: LSE off by {error.max().item()}"
 
@@ -89,14 +99,14 @@ def paged(
     device = keys[0].device
     counts = [-(-len(k) // page_size) for k in keys]
     ids = 1 + torch.randperm(2 * sum(counts) + 1, generator=torch.Generator().manual_seed(seed))
-    kv_cache = torch.full((len(ids) + 1, page_size, 576), math.nan, dtype=torch.bfloat16, device=device)
+    kv_cache = torch.full((len(ids) + 1, page_size, 576), math.nan, dtype=keys[0].dtype, device=device)
     kv_cache[NULL_PAGE] = null_page
     table = torch.full((len(keys), max(counts) + extra_columns), stale, dtype=torch.int32)
     taken = 0
     for r, (k, count) in enumerate(zip(keys, counts)):
         pages = ids[taken : taken + count]
         table[r, :count] = pages.int()
-        flat = torch.full((count * page_size, 576), math.nan, dtype=torch.bfloat16, device=device)
+        flat = torch.full((count * page_size, 576), math.nan, dtype=k.dtype, device=device)
         flat[: len(k)] = k
         kv_cache[pages.to(device)] = flat.view(count, page_size, 576)
         taken += count
@@ -114,12 +124,45 @@ def gaussian(
     stale: int = STALE_PAGE,
     null_page: float = math.nan,
     name: str = "gaussian",
+    query_len: int = 1,
+    causal: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Case:
     """Unit-Gaussian q and keys, against FP64. The keys of a request depend on `seed` and its place alone, not on the page size."""
     generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(len(seq_lens), heads, 576, generator=generator).bfloat16().to(device)
+    q = torch.randn(len(seq_lens) * query_len, heads, 576, generator=generator).to(device, dtype)
+    keys = [torch.randn(n, 576, generator=generator).to(device, dtype) for n in seq_lens]
+    cache = paged(keys, page_size, seed=seed, stale=stale, null_page=null_page)
+    out, lse = attention(q, *cache, SCALE, query_len=query_len, causal=causal)
+    return Case(name, q, *cache, out, lse, query_len=query_len, causal=causal)
+
+
+def context_shards(
+    seq_lens: Sequence[int],
+    world: int,
+    interleave: int,
+    device: torch.device | str = "cpu",
+    *,
+    heads: int = 12,
+    page_size: int = 64,
+    query_len: int = 1,
+    seed: int = 0,
+) -> tuple[Case, list[Case]]:
+    """A batch undivided, and each rank's case with the keys that it holds, under decode context parallelism."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(len(seq_lens) * query_len, heads, 576, generator=generator).bfloat16().to(device)
     keys = [torch.randn(n, 576, generator=generator).bfloat16().to(device) for n in seq_lens]
-    return _against_fp64(name, q, *paged(keys, page_size, seed=seed, stale=stale, null_page=null_page))
+    cache = paged(keys, page_size, seed=seed)
+    out, lse = attention(q, *cache, SCALE, query_len=query_len)
+    whole = Case("undivided", q, *cache, out, lse, query_len=query_len)
+    ranks = []
+    for rank in range(world):
+        context = ContextShard(world, rank, interleave)
+        held = [k[(torch.arange(len(k), device=k.device) // interleave) % world == rank] for k in keys]
+        cache = paged(held, page_size, seed=seed + rank)
+        out, lse = attention(q, *cache, SCALE, query_len=query_len, context=context, total_lens=whole.seq_lens)
+        ranks.append(Case(f"rank {rank}", q, *cache, out, lse, query_len=query_len, context=context, total_lens=whole.seq_lens))
+    return whole, ranks
 
 
 def poisoned_workspace(device: torch.device | str = "cpu") -> Case:

@@ -4,79 +4,22 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
 import cases
-from cases import Case
 from dense_mla import reference
 from dense_mla.decoder import DenseMLADecoder
 from dense_mla.problem import DecodeProblem
 from dense_mla.reference import attention, relative_l2
-from dense_mla.schedule import HEADER_WORDS, RANGE_WORDS, SPLIT_WORDS, plan
+from dense_mla.schedule import HEADER_WORDS, RANGE_WORDS, SPLIT_WORDS, Schedule, plan
+from steps import CANARY_BYTES, DEVICE, DTYPES, Step, captured, decode
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = torch.device("cuda", 0)
-DTYPES = [torch.bfloat16, torch.float32]
 MIXED_LENGTHS = [0, 1, 63, 64, 65, 943, 944, 945, 5000, 40_000]
-CANARY = 0xA5
-CANARY_BYTES = 4096
-
-
-@dataclass
-class Step:
-    """One decode step with everything it writes pre-filled: NaN where the kernels must write, a canary behind."""
-
-    decoder: DenseMLADecoder
-    case: Case
-    schedule: torch.Tensor
-    workspace: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor | None
-
-    @classmethod
-    def of(cls, case: Case, partial_dtype: torch.dtype, *, return_lse: bool = True, max_requests: int = 256) -> Step:
-        problem = DecodeProblem(case.num_heads, case.page_size, partial_dtype, return_lse=return_lse)
-        decoder = DenseMLADecoder.prepare(problem, DEVICE, max_requests=max_requests)
-        requests, heads = len(case.seq_lens), case.num_heads
-        size = decoder.workspace_size(requests).total_bytes
-        workspace = torch.full((size + CANARY_BYTES,), 0xFF, dtype=torch.uint8, device=DEVICE)
-        workspace[size:] = CANARY
-        # `out` is a window of a wider tensor: neighbours in every dimension must stay as they are.
-        out = torch.full((requests + 1, heads + 1, 520), math.nan, dtype=torch.bfloat16, device=DEVICE)
-        lse = torch.full((requests, heads), math.nan, device=DEVICE) if return_lse else None
-        return cls(decoder, case, decoder.empty_schedule(), workspace, out, lse)
-
-    @property
-    def result(self) -> torch.Tensor:
-        return self.out[:-1, :-1, :512]
-
-    def plan(self) -> None:
-        self.decoder.schedule(self.case.seq_lens, self.schedule)
-
-    def run(self, **overrides: Any) -> None:
-        arguments = {"q": self.case.q, "kv_cache": self.case.kv_cache, "block_table": self.case.block_table, "seq_lens": self.case.seq_lens}
-        arguments |= {"schedule": self.schedule, "workspace": self.workspace[:-CANARY_BYTES], "out": self.result, "lse": self.lse}
-        self.decoder.run(**arguments | {"scale": self.case.scale} | overrides)
-
-    def check(self) -> None:
-        torch.cuda.synchronize()
-        assert (self.workspace[-CANARY_BYTES:] == CANARY).all(), "written past the workspace"
-        assert self.out[-1].isnan().all() and self.out[:, -1].isnan().all() and self.out[..., 512:].isnan().all(), "written past out"
-        self.case.check(self.result, self.lse, self.decoder.problem.partial_dtype)
-
-
-def decode(case: Case, partial_dtype: torch.dtype, *, return_lse: bool = True) -> Step:
-    step = Step.of(case, partial_dtype, return_lse=return_lse)
-    step.plan()
-    step.run()
-    step.check()
-    return step
-
 
 @pytest.mark.parametrize("partial_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", cases.FAULTS)
@@ -120,11 +63,10 @@ def test_the_device_plans_what_the_host_plans(page_size: int) -> None:
     for seq_lens in batches:
         step.schedule.fill_(-7)
         step.decoder.schedule(torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), step.schedule)
-        assert_same_plan(step.schedule.tolist(), seq_lens, page_size, step.decoder.num_ranges)
+        assert_same_plan(step.schedule.tolist(), plan(seq_lens, page_size, step.decoder.num_ranges), step.decoder.num_ranges)
 
 
-def assert_same_plan(words: list[int], seq_lens: list[int], page_size: int, num_ranges: int) -> None:
-    expected = plan(seq_lens, page_size, num_ranges)
+def assert_same_plan(words: list[int], expected: Schedule, num_ranges: int) -> None:
     for index, r in enumerate(expected.ranges):
         at = HEADER_WORDS + index * RANGE_WORDS
         first, first_tile, last, end_tile, first_slot, last_slot = words[at : at + 6]
@@ -157,7 +99,7 @@ def test_any_number_of_pieces_repeats_to_the_bit(partial_dtype: torch.dtype) -> 
 
 
 def assert_as_accurate_as_the_reference(step: Step) -> None:
-    """Within 3 % of the error of the same arithmetic in torch. One short request can exceed 1.2 roundings: P is BF16, and few keys share its error."""
+    """Within 3 % of the error of the same arithmetic in torch: few keys share the error of a BF16 P, which can then exceed 1.2 roundings."""
     problem, case = step.decoder.problem, step.case
     out, _ = reference.decode(
         problem, case.q, case.kv_cache, case.block_table, case.seq_lens, scale=case.scale, num_ranges=step.decoder.num_ranges
@@ -179,15 +121,6 @@ def test_fp32_partials_cost_no_accuracy_over_a_single_piece() -> None:
     whole.run()
     assert whole.schedule[0].item() == 0
     assert errors[torch.float32] <= 1.02 * relative_l2(whole.result[:1], one.expected_out)
-
-
-def captured(step: Step, *, plan_inside: bool = True) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        if plan_inside:
-            step.plan()
-        step.run()
-    return graph
 
 
 @pytest.mark.parametrize("partial_dtype", DTYPES, ids=str)

@@ -142,7 +142,7 @@ def test_a_nan_key_that_is_visible_is_not_hidden() -> None:
         ({"q": torch.zeros(2, 5, 576)}, "q must have the problem's 4 heads, got 5"),
         ({"kv_cache": torch.zeros(3, 64, 512)}, "kv_cache must be [pages, page_size, 576], got [3, 64, 512]"),
         ({"kv_cache": torch.zeros(9, 128, 576)}, "kv_cache must have the problem's page_size 64, got 128"),
-        ({"seq_lens": torch.tensor([1])}, "seq_lens must be [2] for q of that many requests, got [1]"),
+        ({"seq_lens": torch.tensor([1])}, "seq_lens must be [2] for q of 2 rows, 1 a request, got [1]"),
         ({"seq_lens": torch.tensor([1, -1])}, "seq_lens must be at least 0, got -1"),
         ({"block_table": torch.zeros(1, 4)}, "block_table must be [2, width], got [1, 4]"),
         ({"seq_lens": torch.tensor([65, 257])}, "block_table must have 5 columns for seq_len 257 in pages of 64, got 4"),

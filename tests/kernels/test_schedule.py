@@ -11,18 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dense_mla.paged_kv import PageTiling
-from dense_mla.reference import pieces
-from dense_mla.schedule import FIXED_COST, NO_SLOT, WHOLE_SLACK, Schedule, max_slots, plan, schedule_words
+from dense_mla.reference import Piece, pieces
+from dense_mla.schedule import (
+    FIXED_COST,
+    INVARIANT_PIECES,
+    NO_SLOT,
+    WHOLE_SLACK,
+    Schedule,
+    invariant_piece_tiles,
+    max_slots,
+    plan,
+    schedule_words,
+)
 
 PAGE_SIZES = [16, 32, 48, 64, 80, 128, 528, 768, 944, 1024]
 RANGES = [1, 2, 7, 33, 44, 66, 114, 132]
 
 
-def check(seq_lens: list[int], page_size: int, num_ranges: int) -> Schedule:
+def check(seq_lens: list[int], page_size: int, num_ranges: int, batch_invariant: bool = False) -> Schedule:
     """Assert all properties of one schedule."""
-    schedule = plan(seq_lens, page_size, num_ranges)
+    schedule = plan(seq_lens, page_size, num_ranges, batch_invariant)
     tiles = [PageTiling(page_size).num_tiles(n) for n in seq_lens]
-    work = list(pieces(schedule, tiles))
+    work = list(pieces(schedule, tiles, batch_invariant))
     assert len(schedule.ranges) == num_ranges
     walked = Counter((p.request, t) for p in work for t in range(p.first_tile, p.end_tile))
     assert walked == Counter((r, t) for r, n in enumerate(tiles) for t in range(n)), "every tile exactly once"
@@ -31,7 +41,7 @@ def check(seq_lens: list[int], page_size: int, num_ranges: int) -> Schedule:
 
     slots = [p.slot for p in work if p.slot != NO_SLOT]
     assert len(set(slots)) == len(slots), "two pieces share a slot"
-    assert all(0 <= s < max_slots(len(seq_lens), num_ranges) for s in slots)
+    assert all(0 <= s < max_slots(len(seq_lens), num_ranges, batch_invariant) for s in slots)
     assert max_slots(len(seq_lens), num_ranges) <= 2 * num_ranges
 
     assert all((p.slot == NO_SLOT) == (p.end_tile - p.first_tile == tiles[p.request]) for p in work)
@@ -41,8 +51,25 @@ def check(seq_lens: list[int], page_size: int, num_ranges: int) -> Schedule:
     expected = {r: (min(s), len(s)) for r in range(len(tiles)) if (s := [p.slot for p in work if p.request == r and p.slot != NO_SLOT])}
     assert {s.request: (s.first_slot, s.pieces) for s in schedule.splits} == expected
     assert [s.request for s in schedule.splits] == sorted(expected)
-    check_balance(schedule, tiles, num_ranges)
+    if batch_invariant:
+        check_invariance(schedule, work, tiles, num_ranges)
+    else:
+        check_balance(schedule, tiles, num_ranges)
     return schedule
+
+
+def check_invariance(schedule: Schedule, work: list[Piece], tiles: list[int], num_ranges: int) -> None:
+    """Every request cut as it would be alone, no range longer than its share and one piece."""
+    for request, count in enumerate(tiles):
+        length = invariant_piece_tiles(count)
+        cuts = [(p.first_tile, p.end_tile) for p in work if p.request == request]
+        assert cuts == [(t, min(t + length, count)) for t in range(0, max(count, 1), length)]
+        assert len(cuts) <= INVARIANT_PIECES
+    cost = {(p.request, p.first_tile): p.end_tile - p.first_tile + FIXED_COST if tiles[p.request] else 1 for p in work}
+    quantum = -(-sum(cost.values()) // num_ranges)
+    for r in schedule.ranges:
+        mine = [cost[p.request, p.first_tile] for p in pieces(Schedule((r,), ()), tiles, True)]
+        assert sum(mine) <= quantum + max(mine, default=0)
 
 
 def check_balance(schedule: Schedule, tiles: list[int], num_ranges: int) -> None:
@@ -64,9 +91,14 @@ lens = st.one_of(st.just(0), st.integers(0, 200), st.sampled_from([1, 63, 64, 65
 
 
 @settings(max_examples=300, deadline=None)
-@given(seq_lens=st.lists(lens, max_size=200), page_size=st.sampled_from(PAGE_SIZES), num_ranges=st.sampled_from(RANGES))
-def test_any_batch(seq_lens: list[int], page_size: int, num_ranges: int) -> None:
-    check(seq_lens, page_size, num_ranges)
+@given(
+    seq_lens=st.lists(lens, max_size=200),
+    page_size=st.sampled_from(PAGE_SIZES),
+    num_ranges=st.sampled_from(RANGES),
+    batch_invariant=st.booleans(),
+)
+def test_any_batch(seq_lens: list[int], page_size: int, num_ranges: int, batch_invariant: bool) -> None:
+    check(seq_lens, page_size, num_ranges, batch_invariant)
 
 
 def test_three_thousand_random_batches() -> None:
@@ -75,7 +107,7 @@ def test_three_thousand_random_batches() -> None:
         batch = rng.randint(0, 4) if number % 3 == 0 else rng.randint(0, 64)
         longest = rng.choice([1, 100, 5000, 20_000])
         seq_lens = [rng.choice([0, rng.randint(0, longest)]) for _ in range(batch)]
-        check(seq_lens, rng.choice(PAGE_SIZES), rng.choice(RANGES))
+        check(seq_lens, rng.choice(PAGE_SIZES), rng.choice(RANGES), batch_invariant=number % 2 == 0)
 
 
 @pytest.mark.parametrize("batch", [1, 8, 131, 132, 133, 256, 1024])
@@ -111,7 +143,8 @@ def test_one_cta_splits_nothing() -> None:
 
 
 def test_the_device_buffer_holds_a_header_a_range_and_a_split_for_each_cta() -> None:
-    assert schedule_words(132) == 8 + 132 * 12
+    assert schedule_words(132, 256) == 8 + 132 * 12
+    assert schedule_words(132, 256, batch_invariant=True) == 8 + 132 * 8 + 256 * 4
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -148,7 +148,7 @@ class ReferenceDecoder:
     def empty_schedule(self) -> torch.Tensor:
         from dense_mla.schedule import schedule_words
 
-        return torch.zeros(schedule_words(self.num_ranges), dtype=torch.int32, device=self.device)
+        return torch.zeros(schedule_words(self.num_ranges, self.max_requests), dtype=torch.int32, device=self.device)
 
     def schedule(self, seq_lens: torch.Tensor, schedule: torch.Tensor) -> None:
         self.scheduled.append(seq_lens.tolist())
