@@ -27,6 +27,7 @@ def planned_gpu(capability: tuple[int, int] = CAPABILITY) -> Iterator[None]:
         capability: compute capability that attention backends are asked to support.
     """
     from vllm.platforms import current_platform
+    from vllm.v1.attention.selector import _cached_get_attn_backend
 
     def select(selected: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
         return _select(selected, attn_selector_config, capability)
@@ -42,9 +43,12 @@ def planned_gpu(capability: tuple[int, int] = CAPABILITY) -> Iterator[None]:
     own = vars(current_platform)
     before = {name: own[name] for name in answers if name in own}
     own.update(answers)
+    # vLLM remembers a selection, but not which GPU it was for.
+    _cached_get_attn_backend.cache_clear()
     try:
         yield
     finally:
+        _cached_get_attn_backend.cache_clear()
         for name in answers:
             del own[name]
         own.update(before)

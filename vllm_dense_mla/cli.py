@@ -67,6 +67,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument("--max-num-seqs", type=_positive, help="as given to vllm serve; needed with --heads, vLLM's default with --model")
     parser.add_argument("--capture-sizes", type=_sizes, help="as given to vllm serve, with commas: 1,2,4,8; as --max-num-seqs")
     parser.add_argument("--sms", type=_positive, default=132, help=f"{SMS_HELP} (default %(default)s)")
+    parser.add_argument("--capability", type=_capability, default="9.0", help="compute capability of the GPU (default %(default)s)")
     parser.set_defaults(command=_plan)
 
 
@@ -95,8 +96,8 @@ def _plan(args: argparse.Namespace) -> int:
         from .deployment import read_deployment
         from .plan import print_plan
 
-        deployment = read_deployment(arguments, args.model)
-    print_plan(deployment, args.sms)
+        deployment = read_deployment(arguments, args.model, args.capability)
+    print_plan(deployment, args.sms, args.capability)
     return 0
 
 
@@ -169,6 +170,13 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return value
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, dot, minor = text.partition(".")
+    if not (dot and major.isdecimal() and minor.isdecimal() and text.isascii()):
+        raise argparse.ArgumentTypeError(f"must be MAJOR.MINOR, such as 9.0, got {text!r}")
+    return int(major), int(minor)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

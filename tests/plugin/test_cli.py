@@ -97,7 +97,7 @@ def test_plan_says_which_capture_sizes_have_no_bucket(capsys: pytest.CaptureFixt
         ("demo --page-size 24", "page_size must be a positive multiple of 16, got 24"),
         ("demo --batch 0", "argument --batch: must be a whole number of at least 1, got '0'"),
         ("demo --batch 4096 --max-len 4096", "--batch x --max-len must be at most 1048576 keys, got 16777216"),
-        ("plan --heads 12", "plan needs --config FILE, --model CONFIG.JSON, or a number of heads, for which is missing: --max-num-seqs, --capture-sizes"),
+        ("plan --heads 12", "--model CONFIG.JSON, or a number of heads, for which is missing: --max-num-seqs, --capture-sizes"),
         ("plan", "for which is missing: --heads, --max-num-seqs, --capture-sizes"),
         ("plan --heads 12 --max-num-seqs 4 --capture-sizes 1 --tensor-parallel-size 8", "--tensor-parallel-size cannot be given with --heads"),
         ("plan --config a.yaml --heads 12 --max-num-seqs 4", "--heads, --max-num-seqs cannot be given with --config"),

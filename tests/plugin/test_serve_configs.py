@@ -1,35 +1,85 @@
-"""Each serve config through vLLM's own parser, as `vllm serve --config FILE` reads it."""
+"""Each serve config as `vllm serve --config FILE` reads it, and as the engine would build it: no GPU, no weights, no network."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from dense_mla.problem import DecodeProblem
-from vllm_dense_mla.buckets import size_buckets
+from dense_mla import unsupported_reason
+from vllm_dense_mla.backend import DenseMLABackend
 from vllm_dense_mla.cli import main
+from vllm_dense_mla.deployment import describe, engine_config
+from vllm_dense_mla.plan import workspace_tables
 from vllm_dense_mla.registration import PARTIAL_DTYPE_VARIABLE
 from vllm_dense_mla.settings import load_settings
 
 CONFIGS = Path(__file__).parents[2] / "serve_configs"
-EXPECTED = {  # file: model, query heads of the model, tensor parallel size
-    "kimi_k3_h200_tp8.yaml": ("moonshotai/Kimi-K3", 96, 8),
-    "deepseek_v3_h200_tp8.yaml": ("deepseek-ai/DeepSeek-V3", 128, 8),
+MODEL_CONFIGS = Path(__file__).parent / "model_configs"  # what the published config.json files say about the shape of the model
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a serve config is for. `tokens`: query tokens that a request brings to a step; `token_bytes`: of KV cache, on the fullest rank."""
+
+    model: str
+    config: str
+    gpus: int
+    heads: int
+    page_size: int
+    token_bytes: int
+    tensor_parallel: int
+    kernel_heads: int
+    tokens: int = 1
+    context_parallel: int = 1
+    capability: tuple[int, int] = HOPPER
+
+
+K3, K2, LINEAR = "moonshotai/Kimi-K3", "moonshotai/Kimi-K2-Instruct-0905", "moonshotai/Kimi-Linear-48B-A3B-Instruct"
+EXPECTED = {
+    "kimi_k3_h200_tp8.yaml": Expected(K3, "kimi_k3", 16, 12, 768, 13 * 1152, 8, 12),
+    "kimi_k3_h200_tp8_speculative.yaml": Expected(K3, "kimi_k3", 16, 12, 768, 13 * 1152, 8, 12, tokens=5),
+    "kimi_k3_h200_tp16.yaml": Expected(K3, "kimi_k3", 16, 6, 384, 24 * 1152, 16, 6),
+    "kimi_k3_h200_tp16_speculative.yaml": Expected(K3, "kimi_k3", 16, 6, 384, 24 * 1152, 16, 6, tokens=5),
+    "kimi_k2_h200_tp8.yaml": Expected(K2, "kimi_k2", 8, 8, 64, 61 * 1152, 8, 8),
+    "kimi_k2_h200_tp8_dcp8.yaml": Expected(K2, "kimi_k2", 8, 8, 64, 61 * 144, 8, 64, context_parallel=8),
+    "deepseek_v3_h200_tp8.yaml": Expected("deepseek-ai/DeepSeek-V3", "deepseek_v3", 8, 16, 64, 61 * 1152, 8, 16),
+    "kimi_linear_h200_tp1.yaml": Expected(LINEAR, "kimi_linear", 1, 32, 1920, 7 * 1152, 1, 32),
+    "kimi_linear_rtx_pro_6000_tp2.yaml": Expected(LINEAR, "kimi_linear", 2, 16, 1024, 7 * 1152, 2, 16, capability=(12, 0)),
 }
 FILES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
 
 
-@pytest.fixture(scope="module")
-def parse(device_type):
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+def refusal(expected: Expected) -> str | None:
+    """What the backend says to this deployment, by its own capabilities: the file is right before the backend takes it, and says so."""
+    reason = unsupported_reason(expected.capability)
+    if reason is None and expected.context_parallel > 1 and not DenseMLABackend.supports_dcp():
+        reason = "decode context parallelism is not built"
+    return reason
 
-    parser = FlexibleArgumentParser()
-    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
-    return lambda *rest: parser.parse_args(["serve", *rest])
+
+@cache
+def built(name: str) -> Any:
+    """vLLM's config of a file, or the one line that it is refused with."""
+    expected = EXPECTED[name]
+    try:
+        return engine_config(["--config", str(CONFIGS / name)], MODEL_CONFIGS / f"{expected.config}.json", expected.capability)
+    except ValueError as error:
+        return str(error)
+
+
+def parsed(*rest: str) -> Any:
+    from vllm_dense_mla.absent_gpu import planned_gpu
+    from vllm_dense_mla.deployment import _parse
+
+    with planned_gpu():
+        return _parse(rest)
 
 
 def test_every_config_is_tested():
@@ -37,48 +87,100 @@ def test_every_config_is_tested():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_config_resolves(parse, name):
+def test_parser_reads_it(name):
     """Fault 75: the backend is chosen by the flag, and vLLM resolves it to the plugin's."""
     from vllm.config import AttentionConfig
 
-    args = parse("--config", str(CONFIGS / name))
-    model, heads, tensor_parallel = EXPECTED[name]
-    assert (args.model, args.tensor_parallel_size) == (model, tensor_parallel)
-    assert heads % args.tensor_parallel_size == 0
+    args, expected = parsed("--config", str(CONFIGS / name)), EXPECTED[name]
+    assert (args.model, args.tensor_parallel_size) == (expected.model, expected.tensor_parallel)
+    assert args.tensor_parallel_size * args.pipeline_parallel_size == expected.gpus
+    assert args.nnodes == (2 if expected.gpus > 8 else 1)
     backend = AttentionConfig(backend=args.attention_backend).backend
     assert backend.name == "DENSE_MLA" and backend.get_path() == "vllm_dense_mla.backend.DenseMLABackend"
     assert args.kv_cache_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_partial_dtype_resolves(monkeypatch, name):
-    """A config file holds no environment: its comment shows the command, whose variable must be one that the settings take."""
-    commands = re.findall(rf"^#\s+{PARTIAL_DTYPE_VARIABLE}=(\S+) vllm serve --config serve_configs/{name}$", (CONFIGS / name).read_text(), re.M)
-    assert commands == ["bf16"]
-    monkeypatch.setenv(PARTIAL_DTYPE_VARIABLE, commands[0])
-    assert load_settings().torch_dtype == torch.bfloat16
+def test_engine_arguments_build_and_the_backend_answers(name):
+    """vLLM's whole config, its hybrid page size included, and the backend's consent; where it refuses, the reason of its own capability."""
+    expected, found = EXPECTED[name], built(name)
+    reason = refusal(expected)
+    if reason is not None:
+        assert isinstance(found, str) and found.startswith(f"DENSE_MLA does not take this deployment: {reason}")
+        return
+    assert not isinstance(found, str), found
+    vllm_config, model = found
+    deployment = describe(vllm_config, model)
+    assert (deployment.model, deployment.heads, deployment.page_size) == (expected.model, expected.heads, expected.page_size)
+    assert deployment.token_bytes == expected.token_bytes
+    assert deployment.tensor_parallel * deployment.pipeline_parallel == expected.gpus
+    assert vllm_config.uniform_decode_query_len == expected.tokens
+    assert deployment.query_len in (1, expected.tokens)  # 1: the backend leaves verification to prefill
+    assert deployment.kernel_heads == expected.kernel_heads
+    assert deployment.capture_sizes and workspace_tables(deployment, 132)[torch.bfloat16].largest.total_bytes > 0
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_plan_in_the_comment_is_of_this_deployment(parse, capsys, name):
-    args = parse("--config", str(CONFIGS / name))
-    (command,) = re.findall(r"^#\s+vllm-dense-mla (plan .*)$", (CONFIGS / name).read_text(), re.M)
-    _, heads, tensor_parallel = EXPECTED[name]
-    assert f"--heads {heads // tensor_parallel} --max-num-seqs {args.max_num_seqs} " in command
-    assert main(command.split()) == 0
-    largest = size_buckets(DecodeProblem(heads // tensor_parallel, 64), (), args.max_num_seqs, 132).largest
-    assert f"{largest.out_partial_bytes:,}" in capsys.readouterr().out
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_partial_dtypes_of_the_comment(monkeypatch, name, dtype):
+    """A config file holds no environment: its comment shows both commands, whose values must be such that the settings take them."""
+    commands = re.findall(rf"^#   {PARTIAL_DTYPE_VARIABLE}=(\S+) vllm serve --config serve_configs/{name}$", (CONFIGS / name).read_text(), re.M)
+    assert commands == ["bf16", "fp32"]
+    monkeypatch.setenv(PARTIAL_DTYPE_VARIABLE, dtype)
+    assert load_settings().partial_dtype == dtype
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_command_line_wins_over_the_config(parse, name):
-    assert parse("--config", str(CONFIGS / name), "--attention-backend", "TRITON_MLA").attention_backend == "TRITON_MLA"
+def test_plan_of_the_comment(name, monkeypatch, capsys):
+    """The command of the file's comment, run as it stands; the model's name leads to its config.json, as on a machine that has the model."""
+    (command,) = re.findall(r"^#   vllm-dense-mla (plan .*)$", (CONFIGS / name).read_text(), re.M)
+    expected = EXPECTED[name]
+    monkeypatch.chdir(CONFIGS.parent)
+    monkeypatch.setattr("vllm_dense_mla.deployment._find_config", lambda model, revision: MODEL_CONFIGS / f"{expected.config}.json")
+    # Built once for all tests of a file: two seconds each.
+    monkeypatch.setattr("vllm_dense_mla.deployment.engine_config", lambda *_: _built_or_raise(name))
+    code, captured = main(command.split()), capsys.readouterr()
+    if refusal(expected) is not None:
+        assert (code, captured.out) == (2, "") and captured.err == f"vllm-dense-mla: error: {built(name)}\n"
+        return
+    assert (code, captured.err) == (0, "")
+    assert re.search(rf"^heads +{expected.heads} query heads on a rank", captured.out, re.M)
+    assert f"{expected.token_bytes:,} on a rank" in captured.out and re.search(r"^fp32 costs +[\d,]+ bytes more", captured.out, re.M)
+
+
+def _built_or_raise(name: str) -> Any:
+    found = built(name)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_numbers_of_the_comments(name):
+    """Bytes of a token, gigabytes of a request and the block size, as the comments have them, are what vLLM's config gives."""
+    found = built(name)
+    if isinstance(found, str):
+        pytest.skip(found)
+    text, deployment = (CONFIGS / name).read_text().replace("\n# ", " "), describe(*found)
+    said = {
+        "bytes": (re.findall(r"([\d,]{4,}) bytes", text), f"{deployment.token_bytes:,.0f}"),
+        "GB": (re.findall(r"(?:is|takes|length) (\d\.\d) GB", text), f"{deployment.token_bytes * deployment.max_model_len / 1e9:.1f}"),
+        "page": (re.findall(r"\(([\d,]+) tokens at tensor parallel", text), f"{deployment.page_size:,}"),
+    }
+    for numbers, right in said.values():
+        assert set(numbers) <= {right}
+    assert len(said["bytes"][0]) == len(said["GB"][0]) == ("max-model-len" in text)
+    assert len(said["page"][0]) == ("block-size" not in text)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_command_line_wins_over_the_config(name):
+    assert parsed("--config", str(CONFIGS / name), "--attention-backend", "TRITON_MLA").attention_backend == "TRITON_MLA"
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_choice_has_its_reason(name):
-    """A comment line stands over each setting."""
-    lines = (CONFIGS / name).read_text().splitlines()
-    settings = [index for index, line in enumerate(lines) if line and not line.startswith("#")]
-    uncommented = [lines[i] for i in settings if not lines[i - 1].startswith("#") and i - 1 not in settings]
-    assert uncommented in ([], ["model: " + EXPECTED[name][0]])
+    """A comment stands over each setting, or over the group without a blank line that it belongs to."""
+    for group in re.split(r"\n\n+", (CONFIGS / name).read_text().strip()):
+        settings = [line for line in group.splitlines() if not line.startswith("#")]
+        assert not settings or group.startswith("#") or settings == [f"model: {EXPECTED[name].model}"], group

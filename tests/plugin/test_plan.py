@@ -1,0 +1,145 @@
+"""`vllm-dense-mla plan` of a model or a serve config: the numbers against plain arithmetic, and one line for what cannot be served."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dense_mla import DecodeProblem, workspace_size
+from vllm_dense_mla import cli
+from vllm_dense_mla.absent_gpu import planned_gpu
+from vllm_dense_mla.deployment import Deployment
+from vllm_dense_mla.plan import plan_lines
+
+MODELS = Path(__file__).parent / "model_configs"
+DCP8 = Deployment(
+    model="a model",
+    heads=8,
+    mla_layers=61,
+    model_mla_layers=61,
+    page_size=64,
+    key_bytes=1152,
+    query_len=1,
+    draft=None,
+    capture_sizes=(1, 2, 4),
+    max_num_seqs=4,
+    max_model_len=262144,
+    tensor_parallel=8,
+    pipeline_parallel=1,
+    decode_context_parallel=8,
+)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_plan_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kimi-K3 at TP 8: the linear-attention state makes pages of 768 keys, 24 of 93 layers are MLA."""
+    argv = ["--model", str(MODELS / "kimi_k3.json"), "--tensor-parallel-size", "8", "--max-num-seqs", "8", "--capture-sizes", "1,2,4,8"]
+    code, out, err = plan(capsys, *argv)
+    assert (code, err) == (0, "")
+    lines = dict(re.findall(r"^(\S+(?: \S+)*?)  +(\S.*)$", out.split("\n\n")[0], re.M))
+    assert lines["heads"] == "12 query heads on a rank"
+    assert lines["kernel"] == "ForwardSm90 for sm_90a"
+    assert lines["block size"].startswith("768 tokens")
+    assert lines["batch"] == "up to 8 requests of 1 query token; CUDA graphs of 4 sizes up to 8 tokens"
+    assert lines["KV a token"] == "1,152 bytes a layer; 27,648 on a rank (24 layers), 27,648 for the model's 24 MLA layers"
+    sizes = [workspace_size(DecodeProblem(12, 64, dtype), 8, 132).total_bytes for dtype in (torch.bfloat16, torch.float32)]
+    more = sizes[1] - sizes[0]
+    assert lines["fp32 costs"] == f"{more:,} bytes more than bf16 partials on each GPU: the KV cache of {-(-more // 27648)} tokens"
+    assert [f"reserves {size:,} bytes" in out for size in sizes] == [True, True]
+
+
+def test_without_sizes_vllm_chooses_for_an_h200(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM serves 1,024 requests at once on a GPU of this size, and captures graphs up to 512 tokens."""
+    code, out, err = plan(capsys, "--model", str(MODELS / "kimi_linear.json"))
+    assert (code, err) == (0, "")
+    assert "up to 1024 requests of 1 query token; CUDA graphs of 51 sizes up to 512 tokens" in out
+    assert re.search(r"^GPUs +1, 132 SMs each$", out, re.M) and re.search(r"^block size +1,920 tokens", out, re.M)
+
+
+def test_decode_context_parallelism_gathers_heads_and_shares_tokens() -> None:
+    lines = dict(plan_lines(DCP8, 132))
+    assert lines["GPUs"] == "8 (tensor parallel 8, decode context parallel 8), 132 SMs each"
+    assert lines["heads"] == "8 query heads on a rank, 64 in its kernels: those of 8 ranks that share the keys"
+    assert lines["KV a token"] == "1,152 bytes a layer; 8,784 on a rank (61 layers, over 8 ranks), 70,272 for the model's 61 MLA layers"
+    assert "draft" not in lines and "own weights" in dict(plan_lines(replace(DCP8, draft="a drafter"), 132))["draft"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, ["--tensor-parallel-size", "7"], "Total number of attention heads (32) must be divisible by tensor parallel size (7)"),
+        ({}, ["--capability", "7.5"], "DENSE_MLA does not take this deployment: compute capability 7.5 has no dense MLA kernel"),
+        ({"kv_lora_rank": 256}, [], "DENSE_MLA does not take this deployment: head_size must be 576"),
+        ({"architectures": None}, [], "config.json must be a model's, with `architectures`, got"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    changes: dict[str, object], options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((MODELS / "kimi_linear.json").read_text()) | changes
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None or key == "q_lora_rank"}))
+    code, out, err = plan(capsys, "--model", str(path), *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("vllm-dense-mla: error: ") and message in err and err.count("\n") == 1
+
+
+def test_a_model_without_mla(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm import envs
+
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    assert envs.VLLM_MLA_DISABLE
+    code, out, err = plan(capsys, "--model", str(MODELS / "kimi_linear.json"))
+    assert (code, out) == (2, "")
+    assert err == "vllm-dense-mla: error: KimiLinearForCausalLM has no Multi-head Latent Attention that vLLM serves as such\n"
+
+
+def test_files_that_are_no_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    assert f"config.json must be a model's, got {path}: " in plan(capsys, "--model", str(path))[2]
+    assert f"config.json must be a model's, got {tmp_path / 'no.json'}: " in plan(capsys, "--model", str(tmp_path / "no.json"))[2]
+
+
+def test_another_backend_a_wrong_flag_and_a_model_that_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub
+
+    def offline(*_: object, **__: object) -> str:
+        raise ConnectionError("no network in a test")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    serve = tmp_path / "serve.yaml"
+    for text, message in (
+        ("model: some/model\nattention-backend: TRITON_MLA\n", "attention-backend must be DENSE_MLA, got TRITON_MLA"),
+        ("model: some/model\n", "no attention backend is named: set attention-backend to DENSE_MLA"),
+        ("model: some/model\nattention-backend: DENSE_MLA\nno-such-option: 1\n", "vllm serve does not take these arguments: unrecognized arguments: --no-such-option=1"),
+    ):
+        serve.write_text(text)
+        code, out, err = plan(capsys, "--config", str(serve), "--model", str(MODELS / "kimi_linear.json"))
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    serve.write_text("model: some/model\nattention-backend: DENSE_MLA\n")
+    assert "config.json of some/model is neither on this machine nor on a hub in reach (ConnectionError): give the file with --model" in (
+        plan(capsys, "--config", str(serve))[2]
+    )
+
+
+def test_the_planned_gpu_is_taken_back() -> None:
+    from vllm.platforms import current_platform
+
+    before = dict(vars(current_platform))
+    with pytest.raises(RuntimeError), planned_gpu():
+        assert current_platform.device_type == "cuda" and current_platform.get_device_name() == "NVIDIA H200"
+        raise RuntimeError
+    assert vars(current_platform) == before
