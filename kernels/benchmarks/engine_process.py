@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -104,6 +105,25 @@ def post(port: int, path: str, body: Mapping[str, Any], deadline: float) -> dict
             return answer
     except urllib.error.HTTPError as error:
         raise RuntimeError(f"POST {path} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from error
+
+
+def hang_up(port: int, path: str, body: Mapping[str, Any], deadline: float) -> None:
+    """Send a streaming request and close the connection at the first line of its answer. RuntimeError for an HTTP error."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=max(deadline - time.monotonic(), 1))
+    with contextlib.closing(connection):
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"POST {path} answered {response.status}: {response.read(500).decode(errors='replace')}")
+        response.readline()
+
+
+def metrics(port: int, names: Sequence[str]) -> dict[str, float]:
+    """Sums over all labels of the server's counters; a name is given without its `_total`."""
+    with _LOCAL.open(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    found = [line.rsplit(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    return {name: sum(float(value) for label, value in found if label.split("{")[0] == f"{name}_total") for name in names}
 
 
 def free_port() -> int:

@@ -89,9 +89,9 @@ class RunRecord:
         return asdict(self)
 
 
-def server_arguments(backend: str, port: int) -> list[str]:
+def server_arguments(backend: str, port: int, options: Mapping[str, Any] = ENGINE_OPTIONS) -> list[str]:
     """Arguments of `vllm serve` after the model: the options of the offline engine, strict about the environment, on loopback."""
-    options = dict(ENGINE_OPTIONS)
+    options = dict(options)
     compilation = options.pop("compilation_config")
     arguments = ["--attention-backend", backend, "--fail-on-environ-validation", "--served-model-name", MODEL_NAME]
     arguments += ["--host", "127.0.0.1", "--port", str(port), *(f"-cc.{name}={value}" for name, value in compilation.items())]
@@ -138,10 +138,18 @@ def execute(
 
 def complete(port: int, deadline: float) -> list[Answer]:
     """Greedy answers to all prompts from the completions endpoint, in one request: the batch of the offline run."""
-    body = {
+    choices = post(port, "/v1/completions", completion_body(prompts(), MAX_TOKENS), deadline)["choices"]
+    if [choice["index"] for choice in choices] != list(range(len(prompts()))):
+        raise RuntimeError(f"the server answered prompts {[choice['index'] for choice in choices]} of {len(prompts())}")
+    return [answer_of(len(prompt), choice) for prompt, choice in zip(prompts(), choices)]
+
+
+def completion_body(prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
+    """A request for greedy answers with their logprobs and the runners-up's."""
+    return {
         "model": MODEL_NAME,
-        "prompt": prompts(),
-        "max_tokens": MAX_TOKENS,
+        "prompt": prompts,
+        "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "detokenize": False,
@@ -149,10 +157,6 @@ def complete(port: int, deadline: float) -> list[Answer]:
         "logprobs": 2,
         "return_tokens_as_token_ids": True,  # without a tokenizer there is no other name for a token
     }
-    choices = post(port, "/v1/completions", body, deadline)["choices"]
-    if [choice["index"] for choice in choices] != list(range(len(prompts()))):
-        raise RuntimeError(f"the server answered prompts {[choice['index'] for choice in choices]} of {len(prompts())}")
-    return [answer_of(len(prompt), choice) for prompt, choice in zip(prompts(), choices)]
 
 
 def answer_of(prompt_tokens: int, choice: Mapping[str, Any]) -> Answer:
