@@ -22,7 +22,7 @@ import json, signal, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 port, fault = int(sys.argv[1]), sys.argv[2]
 print("Using AttentionBackendEnum.DENSE_MLA backend.", flush=True)
-lock, served = threading.Lock(), 0
+lock, served, broken = threading.Lock(), 0, False
 class Handler(BaseHTTPRequestHandler):
     def reply(self, status, content, kind="application/json"):
         self.send_response(status); self.send_header("Content-Type", kind); self.end_headers()
@@ -34,19 +34,21 @@ class Handler(BaseHTTPRequestHandler):
         lines = [f'vllm:{name}_total{{engine="0"}} {0.0 if fault == "calm" and name == "num_preemptions" else served}' for name in names]
         self.reply(200, ("# HELP\\n" + "\\n".join(lines)).encode(), "text/plain")
     def do_POST(self):
-        global served
+        global served, broken
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with lock:
             served += 1
             loaded = served > 40
+            first = served > 60 and not broken and not body.get("stream")
+            broken = broken or first
         if body.get("stream"):
             return self.reply(200, b"data: {}\\n\\n" * 3)
-        if fault == "error" and served == 60:
+        if fault == "error" and first:
             print("ERROR: x ERROR y", flush=True)
             return self.reply(500, {"error": "EngineDeadError"})
         tokens = [5 + len(body["prompt"][0]) % 3] * body["max_tokens"]
         logprob = -0.9 if fault == "drift" and loaded else -0.25
-        top = {f"token_id:{tokens[0]}": float("nan") if fault == "nan" and served == 70 else logprob, "token_id:9": -2.0}
+        top = {f"token_id:{tokens[0]}": float("nan") if fault == "nan" and first else logprob, "token_id:9": -2.0}
         self.reply(200, {"choices": [{"index": 0, "token_ids": tokens, "logprobs": {"top_logprobs": [top] * len(tokens)}}]})
     def log_message(self, *args): pass
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
