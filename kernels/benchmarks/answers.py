@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PROMPT_TOKENS = (1, 17, 64, 65, 200, 511, 1500, 4000)
 MAX_TOKENS = 48
 LOGPROB_BAR = 0.1  # vLLM's own MLA backends are up to 0.08 apart on such a model: BF16 noise
 
@@ -98,12 +96,6 @@ class Agreement:
             "near_tie": None if self.lead is None else self.lead <= 2 * LOGPROB_BAR,
             "within_bar": self.within(),
         }
-
-
-def prompts() -> list[list[int]]:
-    """Token ids of the prompts: no special tokens, the same every time."""
-    draw = random.Random(7)
-    return [[draw.randrange(2, 1000) for _ in range(length)] for length in PROMPT_TOKENS]
 
 
 def _finite(value: float | None) -> float | None:

@@ -63,11 +63,11 @@ def ours(inputs: DecodeInputs, *, partial_dtype: torch.dtype, schedule_each_call
     schedule = decoder.empty_schedule()
     num_bytes = decoder.workspace_size(inputs.shape.batch).total_bytes
     workspace = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=inputs.q.device)  # NaN in both partial dtypes
-    decoder.schedule(inputs.seq_lens, schedule)
+    decoder.schedule(inputs.seq_lens, inputs.block_table, schedule)
 
     def call(kv_cache: torch.Tensor, out: torch.Tensor) -> None:
         if schedule_each_call:
-            decoder.schedule(inputs.seq_lens, schedule)
+            decoder.schedule(inputs.seq_lens, inputs.block_table, schedule)
         decoder.run(
             inputs.q,
             kv_cache,

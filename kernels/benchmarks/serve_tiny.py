@@ -1,10 +1,12 @@
 """Serve a tiny MLA model with DENSE_MLA through vLLM, and compare its answers with TRITON_MLA's.
 
     python kernels/benchmarks/serve_tiny.py --parallel --json docs/evidence/serve_tiny_h200.json
+    python kernels/benchmarks/serve_tiny.py --model-shape k3 --variants plain,no_attention,heads96,heads48,heads24,heads6 --parallel
 
 Greedy answers with full CUDA graphs to prompts from 1 to 4,000 tokens, from vLLM's offline engine and from `vllm serve` over HTTP (an engine in
-a spawned process), in both partial dtypes. The plugin must be installed: vLLM finds it by its entry point. Parts can be run one by one;
-`--reuse` takes the other runs from an earlier file. Exit status: 0 if every run answered and every comparison is within the bar, else 1;
+a spawned process), in both partial dtypes. `--variants` (variants.py) serve it with speculative decoding, a prefix cache, an FP8 cache, other head
+counts; each is compared with TRITON_MLA served the same way. The plugin must be installed: vLLM finds it by its entry point. Parts can be run one by
+one; `--reuse` takes the other runs from an earlier file. Exit status: 0 if every run answered and every comparison is within the bar, else 1;
 2 if nothing could start.
 """
 
@@ -24,13 +26,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks of this checkout
 
-from benchmarks.answers import LOGPROB_BAR, MAX_TOKENS, PROMPT_TOKENS, Agreement
+from benchmarks.answers import LOGPROB_BAR, MAX_TOKENS, Agreement
 from benchmarks.engine_process import EngineProcess, sigterm_raises
 from benchmarks.evidence import EVIDENCE_DIR, RunFacts, collect_facts, write_json
 from benchmarks.served_run import OURS, RunRecord, ServedRun, check_plugin, execute
 from benchmarks.tiny_checkpoint import TinyCheckpoint
+from benchmarks.tiny_k3_checkpoint import TinyK3Checkpoint
+from benchmarks.variants import K3_PROMPT_TOKENS, NO_ATTENTION, PLAIN, PROMPT_TOKENS, VARIANTS
 
 REFERENCE = "TRITON_MLA"
+CHECKPOINTS: dict[str, type[TinyCheckpoint]] = {"deepseek": TinyCheckpoint, "k3": TinyK3Checkpoint}
+EVIDENCE_NAMES = {"deepseek": "serve_tiny_h200.json", "k3": "serve_k3_shape_h200.json"}
+PROMPTS = {"deepseek": PROMPT_TOKENS, "k3": K3_PROMPT_TOKENS}
 LOG_TAIL_LINES = 60
 
 
@@ -48,8 +55,8 @@ def main() -> int:
         for record in ended:
             records[record.name] = record
             print(f"{record.name}: {record.error or 'answered'} in {record.seconds} s", flush=True)
-            write_json(args.json, evidence_of(facts, records))
-    content = evidence_of(facts, records)
+            write_json(args.json, evidence_of(facts, args.model_shape, records))
+    content = evidence_of(facts, args.model_shape, records)
     write_json(args.json, content)
     report(content, args.json.parent)
     return 0 if content["passed"] else 1
@@ -57,46 +64,70 @@ def main() -> int:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-shape", choices=CHECKPOINTS, default="deepseek", help="k3: one KDA layer and one MLA layer, as Kimi-K3 has them")
+    parser.add_argument("--variants", type=_words, default=PLAIN, help=f"of {', '.join(VARIANTS)}; only {PLAIN} is also served over HTTP")
     parser.add_argument("--parts", type=_words, default="offline,serve", help="offline, serve or both")
     parser.add_argument("--backends", type=_words, default=f"{REFERENCE},{OURS}", help=f"offline, each; served, {OURS} alone")
     parser.add_argument("--partial-dtypes", type=_words, default="bf16,fp32")
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--parallel", action="store_true", help="all runs at once on the one GPU")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once without --parallel")
     parser.add_argument("--serve-arguments", type=str.split, default="", help="more arguments for vllm serve: --serve-arguments='--a b'")
     parser.add_argument("--time-limit-s", type=float, default=540, help="whatever still runs then is ended and recorded as failed")
-    parser.add_argument("--json", type=Path, default=EVIDENCE_DIR / "serve_tiny_h200.json", help="evidence file; the logs go beside it")
+    parser.add_argument("--json", type=Path, help="evidence file, by default of the model's shape; the logs go beside it")
     parser.add_argument("--reuse", type=Path, help="an earlier evidence file with the runs that this call leaves out")
     parser.add_argument("--commit", help="commit of the source, where git is not there to ask")
     parser.add_argument("--dirty", choices=("yes", "no"), help="whether that source has uncommitted changes")
     args = parser.parse_args(argv)
     if unknown := set(args.parts) - {"offline", "serve"}:
         parser.error(f"--parts must be offline, serve or both, got {', '.join(sorted(unknown))}")
-    args.runs = planned_runs(args.parts, args.backends, args.partial_dtypes)
+    if unknown := [name for name in args.variants if name not in VARIANTS]:
+        parser.error(f"--variants must be of {', '.join(VARIANTS)}, got {', '.join(unknown)}")
+    if args.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {args.jobs}")
+    if args.model_shape == "k3" and args.layers != 2:
+        parser.error(f"--layers must be 2 with --model-shape k3, got {args.layers}")
+    args.json = args.json or EVIDENCE_DIR / EVIDENCE_NAMES[args.model_shape]
+    args.runs = planned_runs(args.parts, args.backends, args.partial_dtypes, args.variants, (PROMPTS[args.model_shape],))
     if not args.runs:
         parser.error(f"nothing to run: only {OURS} is served, and every backend runs offline")
     return args
 
 
-def planned_runs(parts: Sequence[str], backends: Sequence[str], partial_dtypes: Sequence[str]) -> list[ServedRun]:
+def planned_runs(
+    parts: Sequence[str],
+    backends: Sequence[str],
+    partial_dtypes: Sequence[str],
+    variants: Sequence[str] = (PLAIN,),
+    rounds: tuple[tuple[int, ...], ...] = (PROMPT_TOKENS,),
+) -> list[ServedRun]:
     """The runs that the options ask for: DENSE_MLA once a partial dtype."""
     runs: list[ServedRun] = []
-    if "offline" in parts:
-        runs += [ServedRun("offline", name, dtype) for name in backends for dtype in (partial_dtypes if name == OURS else (None,))]
-    if "serve" in parts and OURS in backends:
-        runs += [ServedRun("serve", OURS, dtype) for dtype in partial_dtypes]
+    for name in variants if "offline" in parts else ():
+        variant = VARIANTS[name]
+        if not variant.attention:
+            runs.append(ServedRun("offline", REFERENCE, None, name, rounds))
+        elif variant.only_ours:
+            runs += [ServedRun("offline", OURS, dtype, name, rounds) for dtype in partial_dtypes[:1] if OURS in backends]
+        else:
+            pairs = [(backend, dtype) for backend in backends for dtype in (partial_dtypes if backend == OURS else (None,))]
+            runs += [ServedRun("offline", backend, dtype, name, rounds) for backend, dtype in pairs]
+    if "serve" in parts and OURS in backends and PLAIN in variants:
+        runs += [ServedRun("serve", OURS, dtype, PLAIN, rounds) for dtype in partial_dtypes]
     return runs
 
 
 def executed(runs: Sequence[ServedRun], args: argparse.Namespace, deadline: float) -> Generator[RunRecord]:
     """Records of the runs as they end. However this is left, no process stays behind."""
     processes: list[EngineProcess] = []
-    with tempfile.TemporaryDirectory(prefix="tiny_mla_") as folder, sigterm_raises(), ThreadPoolExecutor(len(runs) if args.parallel else 1) as pool:
+    at_once = len(runs) if args.parallel else args.jobs
+    with tempfile.TemporaryDirectory(prefix="tiny_mla_") as folder, sigterm_raises(), ThreadPoolExecutor(at_once) as pool:
         scratch = Path(folder)
-        checkpoint = scratch / "checkpoint"
-        TinyCheckpoint(args.heads, args.layers).write(checkpoint)
+        checkpoints = written_checkpoints(runs, args, scratch)
         logs = {run: args.json.parent / f"{args.json.stem}_{run.name}.log" for run in runs}
-        jobs = [pool.submit(execute, run, checkpoint, scratch, logs[run], deadline, args.serve_arguments, processes.append) for run in runs]
+        started = processes.append
+        jobs = [pool.submit(execute, run, checkpoints[run], scratch, logs[run], deadline, args.serve_arguments, started) for run in runs]
         try:
             for job in as_completed(jobs):
                 yield job.result()
@@ -107,6 +138,17 @@ def executed(runs: Sequence[ServedRun], args: argparse.Namespace, deadline: floa
                 process.kill()
 
 
+def written_checkpoints(runs: Sequence[ServedRun], args: argparse.Namespace, scratch: Path) -> dict[ServedRun, Path]:
+    """The folder of each run's checkpoint; runs of the same heads share it."""
+    folders = {}
+    for run in runs:
+        checkpoint = CHECKPOINTS[args.model_shape](run.variant.heads or args.heads, args.layers, attention=run.variant.attention)
+        folders[run] = scratch / f"checkpoint_{checkpoint.heads}{'' if checkpoint.attention else '_' + NO_ATTENTION}"
+        if not folders[run].exists():
+            checkpoint.write(folders[run])
+    return folders
+
+
 def earlier_records(path: Path | None) -> dict[str, RunRecord]:
     """Runs of an earlier evidence file, by name."""
     if path is None:
@@ -114,31 +156,58 @@ def earlier_records(path: Path | None) -> dict[str, RunRecord]:
     return {run["name"]: RunRecord.from_json(run) for run in json.loads(path.read_text())["runs"]}
 
 
-def evidence_of(facts: RunFacts, records: dict[str, RunRecord]) -> dict[str, Any]:
-    """The whole evidence object. It passes if every run answered and every comparison of a DENSE_MLA run exists and is within the bar."""
+def evidence_of(facts: RunFacts, model_shape: str, records: dict[str, RunRecord]) -> dict[str, Any]:
+    """The whole evidence object. It passes if every run answered, DENSE_MLA's among them, every comparison of a DENSE_MLA run exists and is within
+    the bar, and no prompt is answered alike without attention."""
     comparisons = [comparison for record in records.values() for comparison in comparisons_of(record, records)]
-    required = [comparison for comparison in comparisons if comparison["required"]]
+    control = control_of(records)
+    agreed = all(comparison["within_bar"] for comparison in comparisons if comparison["required"])
+    answered = any(record.backend == OURS for record in records.values()) and not any(record.error for record in records.values())
     return asdict(facts) | {
+        "model_shape": model_shape,
         "bars": {"logprob_gap": LOGPROB_BAR, "lead_at_difference": 2 * LOGPROB_BAR},
-        "prompt_tokens": list(PROMPT_TOKENS),
+        "prompt_tokens": list(PROMPTS[model_shape]),
         "max_tokens": MAX_TOKENS,
-        "passed": bool(required) and all(item["within_bar"] for item in required) and not any(record.error for record in records.values()),
+        "passed": answered and agreed and (control is None or control["attention_decides"]),
+        "control": control,
         "comparisons": comparisons,
         "runs": [record.to_json() for record in records.values()],
     }
 
 
 def comparisons_of(record: RunRecord, records: dict[str, RunRecord]) -> list[dict[str, Any]]:
-    """A run against TRITON_MLA, and a served one against the offline run of its backend and dtype. A missing side is a failed comparison."""
-    others = [ServedRun("offline", REFERENCE).name]
+    """A run against TRITON_MLA served the same way, and a served one against the offline run of its backend and dtype: a missing side is a failed
+    comparison. DENSE_MLA also against each other peer that ran; required where that peer agrees with TRITON_MLA itself."""
+    variant = VARIANTS[record.variant]
+    if variant.only_ours or not variant.attention:
+        return []
+    reference = ServedRun("offline", REFERENCE, None, record.variant).name
+    others = {reference: record.backend == OURS}
     if record.path == "serve":
-        others.append(ServedRun("offline", record.backend, record.partial_dtype).name)
-    return [compared(record, other, records.get(other)) for other in others if other != record.name]
+        others[ServedRun("offline", record.backend, record.partial_dtype).name] = record.backend == OURS
+    for peer in records.values():
+        if record.backend == OURS and peer.backend not in (OURS, REFERENCE) and peer.variant == record.variant:
+            others[peer.name] = compared(peer, reference, records.get(reference))["within_bar"]
+    return [compared(record, other, records.get(other)) | {"required": required} for other, required in others.items() if other != record.name]
+
+
+def control_of(records: dict[str, RunRecord]) -> dict[str, Any] | None:
+    """Answers of the same weights whose attention reaches nothing, against the real ones: None if that was not run.
+
+    If they differ for every prompt, a wrong attention output does change what the comparisons compare.
+    """
+    without = records.get(ServedRun("offline", REFERENCE, None, NO_ATTENTION).name)
+    plain = records.get(ServedRun("offline", REFERENCE).name)
+    if without is None or plain is None or not without.answers or len(without.answers) != len(plain.answers):
+        return None if without is None else {"attention_decides": False, "prompts": []}
+    agreements = [Agreement.of(left, right) for left, right in zip(without.answers, plain.answers)]
+    decides = all(agreement.agreeing < agreement.tokens for agreement in agreements)
+    return {"attention_decides": decides, "prompts": [{"prompt_tokens": item.prompt_tokens, "agreeing": item.agreeing} for item in agreements]}
 
 
 def compared(record: RunRecord, other_name: str, other: RunRecord | None) -> dict[str, Any]:
     """One comparison, prompt by prompt."""
-    named = {"run": record.name, "with": other_name, "required": record.backend == OURS}
+    named = {"run": record.name, "with": other_name}
     if other is None or not record.answers or len(record.answers) != len(other.answers):
         return named | {"within_bar": False, "error": "one side has no answers", "prompts": []}
     agreements = [Agreement.of(left, right) for left, right in zip(record.answers, other.answers)]
@@ -157,6 +226,9 @@ def report(content: dict[str, Any], folder: Path) -> None:
         for prompt in comparison["prompts"]:
             lead = "" if prompt["near_tie"] is None else f", lead at the difference {prompt['lead_at_difference']}"
             print(f"  prompt {prompt['prompt_tokens']:5d}: {prompt['agreeing']:3d} of {prompt['tokens']} tokens, gap {prompt['logprob_gap']}{lead}")
+    if content["control"]:
+        agreeing = [prompt["agreeing"] for prompt in content["control"]["prompts"]]
+        print(f"\nwithout attention, tokens of each answer that stay: {agreeing} of {MAX_TOKENS}")
     for run in content["runs"]:
         for log in folder.glob(f"*_{run['name']}.log") if run["error"] else ():
             print(f"\n{run['name']} FAILED: {run['error']}\n--- end of {log.name}")

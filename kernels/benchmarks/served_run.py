@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.answers import MAX_TOKENS, Answer, prompts
+from benchmarks.answers import MAX_TOKENS, Answer
 from benchmarks.engine_process import EngineProcess, free_port, post, wait_until_healthy
 from benchmarks.evidence import error_text
+from benchmarks.variants import PLAIN, PROMPT_TOKENS, VARIANTS, Variant, prompts
 
 OURS = "DENSE_MLA"
 PARTIAL_DTYPE_VARIABLE = "VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"
@@ -39,29 +40,48 @@ ENGINE_OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ServedRun:
-    """What to start."""
+    """What to start. `own_rounds` are the lengths of the prompts where the variant has none of its own."""
 
     path: Literal["offline", "serve"]
     backend: str
     partial_dtype: str | None = None
+    variant_name: str = PLAIN
+    own_rounds: tuple[tuple[int, ...], ...] = (PROMPT_TOKENS,)
 
     @property
     def name(self) -> str:
         """Name in the evidence and of the log file."""
-        return "_".join(part.lower() for part in (self.path, self.backend, self.partial_dtype) if part)
+        variant = None if self.variant_name == PLAIN else self.variant_name
+        return "_".join(part.lower() for part in (self.path, self.backend, self.partial_dtype, variant) if part)
+
+    @property
+    def variant(self) -> Variant:
+        """How the model is served."""
+        return VARIANTS[self.variant_name]
+
+    @property
+    def rounds(self) -> tuple[tuple[int, ...], ...]:
+        """Lengths of the prompts, a batch after the other."""
+        return self.variant.rounds or self.own_rounds
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Engine options."""
+        return ENGINE_OPTIONS | dict(self.variant.options)
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables that this run sets."""
-        return {PARTIAL_DTYPE_VARIABLE: self.partial_dtype} if self.partial_dtype else {}
+        return dict(self.variant.environment) | ({PARTIAL_DTYPE_VARIABLE: self.partial_dtype} if self.partial_dtype else {})
 
     def command(self, checkpoint: Path, scratch: Path, port: int, serve_arguments: list[str]) -> list[str]:
         """Command line of the child."""
         if self.path == "offline":
-            options = ENGINE_OPTIONS | {"attention_backend": self.backend}
-            return [sys.executable, str(OFFLINE_ENGINE), str(checkpoint), str(scratch / f"{self.name}.json"), json.dumps(options)]
+            options = self.options | {"attention_backend": self.backend}
+            arguments = [str(checkpoint), str(scratch / f"{self.name}.json"), json.dumps(options), json.dumps(self.rounds)]
+            return [sys.executable, str(OFFLINE_ENGINE), *arguments]
         serve = ["-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
-        return [sys.executable, *serve, *server_arguments(self.backend, port), *serve_arguments]
+        return [sys.executable, *serve, *server_arguments(self.backend, port, self.options), *serve_arguments]
 
 
 @dataclass
@@ -72,11 +92,13 @@ class RunRecord:
     path: str
     backend: str
     partial_dtype: str | None
+    variant: str = PLAIN
     command: str = ""
     seconds: float = 0.0
     exit_status: int | None = None
     error: str | None = None
     log_lines: list[str] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
 
     @classmethod
@@ -105,7 +127,7 @@ def execute(
     run: ServedRun, checkpoint: Path, scratch: Path, log: Path, deadline: float, serve_arguments: list[str], started: Callable[[EngineProcess], None]
 ) -> RunRecord:
     """Start the run, get its answers, end it. Errors are in the record, not raised. `started` gets the process, to end it from outside."""
-    record = RunRecord(run.name, run.path, run.backend, run.partial_dtype)
+    record = RunRecord(run.name, run.path, run.backend, run.partial_dtype, run.variant_name)
     port, begin = free_port(), time.monotonic()
     command = run.command(checkpoint, scratch, port, serve_arguments)
     record.command = recorded_child(command, run.environment, checkpoint, scratch)
@@ -116,11 +138,14 @@ def execute(
             record.exit_status = process.wait(deadline)
             if record.exit_status:
                 raise RuntimeError(f"the offline engine ended with status {record.exit_status}")
-            answers = json.loads((scratch / f"{run.name}.json").read_text())
-            record.answers = [Answer.from_json(answer) for answer in answers]
+            content = json.loads((scratch / f"{run.name}.json").read_text())
+            record.answers = [Answer.from_json(answer) for answer in content["answers"]]
+            record.counters = content["counters"]
+            if run.variant.exercised and not record.counters.get(run.variant.exercised):
+                raise RuntimeError(f"{run.variant.exercised} is 0 at the end: the run shows nothing of {run.variant_name}")
         else:
             wait_until_healthy(process, port, deadline)
-            record.answers = complete(port, deadline)
+            record.answers = [answer for lengths in run.rounds for answer in complete(port, prompts(lengths), deadline)]
             record.exit_status = process.stop()
             if record.exit_status not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
                 raise RuntimeError(f"the server shut down with status {record.exit_status}")
@@ -136,19 +161,19 @@ def execute(
     return record
 
 
-def complete(port: int, deadline: float) -> list[Answer]:
-    """Greedy answers to all prompts from the completions endpoint, in one request: the batch of the offline run."""
-    choices = post(port, "/v1/completions", completion_body(prompts(), MAX_TOKENS), deadline)["choices"]
-    if [choice["index"] for choice in choices] != list(range(len(prompts()))):
-        raise RuntimeError(f"the server answered prompts {[choice['index'] for choice in choices]} of {len(prompts())}")
-    return [answer_of(len(prompt), choice) for prompt, choice in zip(prompts(), choices)]
+def complete(port: int, asked: Sequence[Sequence[int]], deadline: float) -> list[Answer]:
+    """Greedy answers to prompts from the completions endpoint, in one request: the batch of the offline run."""
+    choices = post(port, "/v1/completions", completion_body(asked, MAX_TOKENS), deadline)["choices"]
+    if [choice["index"] for choice in choices] != list(range(len(asked))):
+        raise RuntimeError(f"the server answered prompts {[choice['index'] for choice in choices]} of {len(asked)}")
+    return [answer_of(len(prompt), choice) for prompt, choice in zip(asked, choices)]
 
 
-def completion_body(prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
+def completion_body(asked: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
     """A request for greedy answers with their logprobs and the runners-up's."""
     return {
         "model": MODEL_NAME,
-        "prompt": prompts,
+        "prompt": asked,
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,

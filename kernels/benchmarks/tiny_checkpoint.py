@@ -27,11 +27,15 @@ SEED = 441
 
 @dataclass(frozen=True)
 class TinyCheckpoint:
-    """Heads, layers and longest context of the model. 12 heads are one rank of Kimi-K3's at tensor parallel size 8."""
+    """Heads, layers and longest context of the model. 12 heads are one rank of Kimi-K3's at tensor parallel size 8.
+
+    Without `attention`, no attention's output reaches the residual stream; all other weights are the same.
+    """
 
     heads: int = 12
     layers: int = 2
     max_positions: int = 16384
+    attention: bool = True
 
     def write(self, directory: Path) -> None:
         """Write `config.json` and `model.safetensors`: the same bytes every time."""
@@ -87,8 +91,8 @@ class TinyCheckpoint:
         draw = torch.Generator().manual_seed(SEED)
         tensors = {
             "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=draw).bfloat16(),
-            "model.norm.weight": _ones(HIDDEN),
-            "lm_head.weight": _linear(draw, VOCAB, HIDDEN, OUTPUT_GAIN),
+            "model.norm.weight": ones(HIDDEN),
+            "lm_head.weight": linear(draw, VOCAB, HIDDEN, OUTPUT_GAIN),
         }
         for index in range(self.layers):
             tensors |= {f"model.layers.{index}.{name}.weight": tensor for name, tensor in self._layer(draw).items()}
@@ -96,23 +100,25 @@ class TinyCheckpoint:
 
     def _layer(self, draw: torch.Generator) -> dict[str, torch.Tensor]:
         return {
-            "input_layernorm": _ones(HIDDEN),
-            "self_attn.q_proj": _linear(draw, self.heads * (HEAD + ROPE), HIDDEN, QUERY_GAIN),
-            "self_attn.kv_a_proj_with_mqa": _linear(draw, LATENT + ROPE, HIDDEN),
-            "self_attn.kv_a_layernorm": _ones(LATENT),
-            "self_attn.kv_b_proj": _linear(draw, self.heads * 2 * HEAD, LATENT),
-            "self_attn.o_proj": _linear(draw, HIDDEN, self.heads * HEAD, OUTPUT_GAIN),
-            "post_attention_layernorm": _ones(HIDDEN),
-            "mlp.gate_proj": _linear(draw, INTERMEDIATE, HIDDEN),
-            "mlp.up_proj": _linear(draw, INTERMEDIATE, HIDDEN),
-            "mlp.down_proj": _linear(draw, HIDDEN, INTERMEDIATE),
+            "input_layernorm": ones(HIDDEN),
+            "self_attn.q_proj": linear(draw, self.heads * (HEAD + ROPE), HIDDEN, QUERY_GAIN),
+            "self_attn.kv_a_proj_with_mqa": linear(draw, LATENT + ROPE, HIDDEN),
+            "self_attn.kv_a_layernorm": ones(LATENT),
+            "self_attn.kv_b_proj": linear(draw, self.heads * 2 * HEAD, LATENT),
+            "self_attn.o_proj": linear(draw, HIDDEN, self.heads * HEAD, OUTPUT_GAIN if self.attention else 0.0),
+            "post_attention_layernorm": ones(HIDDEN),
+            "mlp.gate_proj": linear(draw, INTERMEDIATE, HIDDEN),
+            "mlp.up_proj": linear(draw, INTERMEDIATE, HIDDEN),
+            "mlp.down_proj": linear(draw, HIDDEN, INTERMEDIATE),
         }
 
 
-def _linear(draw: torch.Generator, outputs: int, inputs: int, gain: float = 1.0) -> torch.Tensor:
+def linear(draw: torch.Generator, outputs: int, inputs: int, gain: float = 1.0) -> torch.Tensor:
+    """A random weight whose outputs have `gain` times the size of its inputs."""
     weight = torch.randn(outputs, inputs, generator=draw)
     return weight.mul_(gain / inputs**0.5).bfloat16()
 
 
-def _ones(size: int) -> torch.Tensor:
+def ones(size: int) -> torch.Tensor:
+    """A norm's weight."""
     return torch.ones(size, dtype=torch.bfloat16)

@@ -5,7 +5,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks.answers import PROMPT_TOKENS, Agreement, Answer, prompts
+from benchmarks.answers import Agreement, Answer
+from benchmarks.variants import PROMPT_TOKENS, VARIANTS, prompts
 
 
 def answer(ids: tuple[int, ...], logprobs: tuple[float, ...], runner_up: int = 90, lead: float = 3.0) -> Answer:
@@ -66,7 +67,15 @@ def test_answer_without_its_logprobs_is_refused(steps: list[dict[int, float]]) -
 
 
 def test_prompts_are_the_same_every_time_and_of_the_lengths_promised() -> None:
-    assert prompts() == prompts()
-    assert tuple(map(len, prompts())) == PROMPT_TOKENS
+    asked = prompts(PROMPT_TOKENS)
+    assert asked == prompts(PROMPT_TOKENS) and asked[3] == prompts([65])[0]
+    assert tuple(map(len, asked)) == PROMPT_TOKENS
     assert min(PROMPT_TOKENS) == 1 and max(PROMPT_TOKENS) == 4000
-    assert all(2 <= token < 1024 for prompt in prompts() for token in prompt)
+    assert all(2 <= token < 1024 for prompt in asked for token in prompt)
+
+
+def test_prompts_for_drafts_repeat_their_tokens() -> None:
+    """A draft needs an earlier occurrence of the last token: nearly every token of the vocabulary is in each of the long prompts."""
+    lengths = VARIANTS["spec4"].rounds
+    assert lengths is not None
+    assert all(len(set(prompt)) > 0.85 * 998 for prompt in prompts(lengths[0]))

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import serve_tiny, served_run
-from benchmarks.answers import PROMPT_TOKENS, Answer
+from benchmarks.answers import Answer
 from benchmarks.engine_process import EngineProcess
 from benchmarks.evidence import RunFacts
 from benchmarks.serve_tiny import evidence_of, executed, parse_arguments, planned_runs
 from benchmarks.served_run import ENGINE_OPTIONS, RunRecord, ServedRun, execute, recorded_child, server_arguments
 from benchmarks.tiny_checkpoint import TinyCheckpoint
+from benchmarks.variants import K3_PROMPT_TOKENS, LONG_PROMPT_TOKENS, PROMPT_TOKENS, VARIANTS
 
 FACTS = RunFacts("python x", "c0ffee", False, "NVIDIA H200", "580.1", "2.11", "0.33.0", "4.8.0", "2026-12-01T00:00:00+00:00")
 
@@ -58,8 +59,13 @@ def answers(logprob: float = -0.25) -> list[Answer]:
 
 def record(name: str, found: list[Answer], error: str | None = None) -> RunRecord:
     path, *backend = name.split("_")
+    variant = backend.pop() if backend[-1] in VARIANTS else "no_attention" if name.endswith("no_attention") else "plain"
+    backend = backend[:-2] if variant == "no_attention" else backend
     dtype = backend.pop() if backend[-1] in ("bf16", "fp32") else None
-    return RunRecord(name, path, "_".join(backend).upper(), dtype, answers=found, error=error)
+    return RunRecord(name, path, "_".join(backend).upper(), dtype, variant, answers=found, error=error)
+
+
+CONTENT = json.dumps({"answers": [asdict(answer) for answer in answers()], "counters": {}})
 
 
 @pytest.fixture
@@ -67,7 +73,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     def command(self: ServedRun, checkpoint: Path, scratch: Path, port: int, serve_arguments: list[str]) -> list[str]:
         if self.path == "serve":
             return [sys.executable, "-c", FAKE_SERVER, str(port)]
-        return [sys.executable, "-c", FAKE_ENGINE, str(scratch / f"{self.name}.json"), json.dumps([asdict(answer) for answer in answers()])]
+        return [sys.executable, "-c", FAKE_ENGINE, str(scratch / f"{self.name}.json"), CONTENT]
 
     monkeypatch.setattr(ServedRun, "command", command)
 
@@ -123,12 +129,12 @@ def test_runs_go_side_by_side_into_one_passing_evidence(fake_vllm: None, tmp_pat
     assert not [result.error for result in records.values() if result.error]
     assert len(list((tmp_path / "evidence").glob("tiny_*.log"))) == 3
     records |= {name: record(name, answers()) for name in ("offline_dense_mla_bf16", "offline_dense_mla_fp32")}
-    assert evidence_of(FACTS, records)["passed"]
+    assert evidence_of(FACTS, "deepseek", records)["passed"]
 
 
 def test_evidence_needs_every_comparison() -> None:
     good = {name: record(name, answers()) for name in ("offline_triton_mla", "offline_dense_mla_bf16", "serve_dense_mla_bf16")}
-    content = evidence_of(FACTS, good)
+    content = evidence_of(FACTS, "deepseek", good)
     assert content["passed"]
     assert [(item["run"], item["with"]) for item in content["comparisons"]] == [
         ("offline_dense_mla_bf16", "offline_triton_mla"),
@@ -136,25 +142,102 @@ def test_evidence_needs_every_comparison() -> None:
         ("serve_dense_mla_bf16", "offline_dense_mla_bf16"),
     ]
     assert content["comparisons"][0]["prompts"][7]["prompt_tokens"] == 4000
-    assert not evidence_of(FACTS, {k: v for k, v in good.items() if k != "offline_triton_mla"})["passed"]
-    assert not evidence_of(FACTS, good | {"offline_dense_mla_bf16": record("offline_dense_mla_bf16", answers(-0.4))})["passed"]
-    assert not evidence_of(FACTS, good | {"serve_dense_mla_bf16": record("serve_dense_mla_bf16", [], "TimeoutError: slow")})["passed"]
-    assert not evidence_of(FACTS, {"offline_triton_mla": good["offline_triton_mla"]})["passed"]
+    assert not evidence_of(FACTS, "deepseek", {k: v for k, v in good.items() if k != "offline_triton_mla"})["passed"]
+    assert not evidence_of(FACTS, "deepseek", good | {"offline_dense_mla_bf16": record("offline_dense_mla_bf16", answers(-0.4))})["passed"]
+    assert not evidence_of(FACTS, "deepseek", good | {"serve_dense_mla_bf16": record("serve_dense_mla_bf16", [], "TimeoutError: slow")})["passed"]
+    assert not evidence_of(FACTS, "deepseek", {"offline_triton_mla": good["offline_triton_mla"]})["passed"]
 
 
 def test_evidence_is_read_back_for_a_later_part(tmp_path: Path) -> None:
     records = {name: record(name, answers()) for name in ("offline_triton_mla", "offline_dense_mla_bf16")}
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(evidence_of(FACTS, records), allow_nan=False))
+    path.write_text(json.dumps(evidence_of(FACTS, "deepseek", records), allow_nan=False))
     assert serve_tiny.earlier_records(path) == records
 
 
-def test_another_backend_may_differ_without_failing_ours() -> None:
+def test_a_peer_that_differs_from_the_reference_itself_does_not_fail_ours() -> None:
     records = {name: record(name, answers()) for name in ("offline_triton_mla", "offline_dense_mla_bf16")}
     records["offline_flashmla"] = record("offline_flashmla", answers(-0.9))
-    content = evidence_of(FACTS, records)
+    content = evidence_of(FACTS, "deepseek", records)
     assert content["passed"]
-    assert [item["within_bar"] for item in content["comparisons"]] == [True, False]
+    assert [(item["run"], item["with"], item["within_bar"], item["required"]) for item in content["comparisons"]] == [
+        ("offline_dense_mla_bf16", "offline_triton_mla", True, True),
+        ("offline_dense_mla_bf16", "offline_flashmla", False, False),
+        ("offline_flashmla", "offline_triton_mla", False, False),
+    ]
+
+
+def test_a_peer_that_agrees_with_the_reference_has_to_agree_with_ours() -> None:
+    records = {"offline_triton_mla": record("offline_triton_mla", answers(-0.25)), "offline_flashmla": record("offline_flashmla", answers(-0.34))}
+    records["offline_dense_mla_bf16"] = record("offline_dense_mla_bf16", answers(-0.17))
+    content = evidence_of(FACTS, "deepseek", records)
+    assert [item["within_bar"] for item in content["comparisons"]] == [True, True, False]
+    assert not content["passed"]
+
+
+def test_a_variant_is_compared_with_the_reference_served_the_same_way() -> None:
+    names = ("offline_triton_mla", "offline_dense_mla_bf16", "offline_dense_mla_bf16_spec4")
+    records = {name: record(name, answers()) for name in names}
+    assert records[names[2]].variant == "spec4"
+    assert not evidence_of(FACTS, "deepseek", records)["passed"]
+    records["offline_triton_mla_spec4"] = record("offline_triton_mla_spec4", answers(-0.3))
+    content = evidence_of(FACTS, "deepseek", records)
+    assert content["passed"]
+    assert [item["with"] for item in content["comparisons"]] == ["offline_triton_mla", "offline_triton_mla_spec4"]
+
+
+def test_head_counts_only_have_to_answer() -> None:
+    records = {"offline_dense_mla_bf16_heads96": record("offline_dense_mla_bf16_heads96", answers())}
+    assert evidence_of(FACTS, "k3", records)["passed"]
+    records["offline_dense_mla_bf16_heads6"] = record("offline_dense_mla_bf16_heads6", [], "RuntimeError: no")
+    assert not evidence_of(FACTS, "k3", records)["passed"]
+
+
+def test_answers_that_stay_the_same_without_attention_prove_nothing() -> None:
+    records = {name: record(name, answers()) for name in ("offline_triton_mla", "offline_dense_mla_bf16")}
+    records["offline_triton_mla_no_attention"] = record("offline_triton_mla_no_attention", answers())
+    content = evidence_of(FACTS, "k3", records)
+    assert not content["passed"] and not content["control"]["attention_decides"]
+    different = [replace(answer, ids=(5, 6, *answer.ids[2:])) for answer in answers()]
+    records["offline_triton_mla_no_attention"] = record("offline_triton_mla_no_attention", different)
+    content = evidence_of(FACTS, "k3", records)
+    assert content["passed"]
+    assert [prompt["agreeing"] for prompt in content["control"]["prompts"]] == [1] * len(PROMPT_TOKENS)
+
+
+def test_a_run_that_exercised_nothing_is_an_error(fake_vllm: None, tmp_path: Path) -> None:
+    result = run(ServedRun("offline", "TRITON_MLA", None, "spec4"), tmp_path)
+    assert "vllm:spec_decode_num_drafts is 0 at the end: the run shows nothing of spec4" in str(result.error)
+
+
+def test_planned_variants() -> None:
+    arguments = ["--model-shape", "k3", "--backends", "TRITON_MLA,FLASHMLA,DENSE_MLA", "--variants", "plain,no_attention,heads96,heads6"]
+    args = parse_arguments(arguments)
+    assert args.json.name == "serve_k3_shape_h200.json"
+    assert [run.name for run in args.runs] == [
+        "offline_triton_mla", "offline_flashmla", "offline_dense_mla_bf16", "offline_dense_mla_fp32", "offline_triton_mla_no_attention",
+        "offline_dense_mla_bf16_heads96", "offline_dense_mla_bf16_heads6", "serve_dense_mla_bf16", "serve_dense_mla_fp32",
+    ]  # fmt: skip
+    assert {run.rounds for run in args.runs} == {(K3_PROMPT_TOKENS,)}
+    ours = ["--parts", "offline", "--backends", "DENSE_MLA", "--partial-dtypes", "bf16"]
+    spec, invariant, fp8, prefix = parse_arguments([*ours, "--variants", "spec8,invariant,fp8,prefix"]).runs
+    assert spec.options["speculative_config"]["num_speculative_tokens"] == 8 and spec.rounds == (LONG_PROMPT_TOKENS, PROMPT_TOKENS)
+    assert invariant.environment == {"VLLM_BATCH_INVARIANT": "1", "VLLM_K3_DENSE_MLA_PARTIAL_DTYPE": "bf16"}
+    assert fp8.options["kv_cache_dtype"] == "fp8" and spec.options["kv_cache_memory_bytes"] == 2**30
+    assert prefix.options["enable_prefix_caching"] and prefix.rounds == (PROMPT_TOKENS, PROMPT_TOKENS)
+
+
+def test_runs_of_other_heads_have_checkpoints_of_their_own(tmp_path: Path) -> None:
+    args = parse_arguments(["--model-shape", "k3", "--variants", "plain,no_attention,heads6", "--heads", "3", "--parts", "offline"])
+    folders = serve_tiny.written_checkpoints(args.runs, args, tmp_path)
+    heads = {run.name: json.loads((folder / "config.json").read_text())["linear_attn_config"]["num_heads"] for run, folder in folders.items()}
+    assert heads == {
+        "offline_triton_mla": 3, "offline_dense_mla_bf16": 3, "offline_dense_mla_fp32": 3,
+        "offline_triton_mla_no_attention": 3, "offline_dense_mla_bf16_heads6": 6,
+    }  # fmt: skip
+    plain, without = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint_3", "checkpoint_3_no_attention"))
+    different = [name for name, tensor in plain.items() if not torch.equal(tensor, without[name])]
+    assert different == ["model.layers.1.self_attn.o_proj.weight"] and not without[different[0]].any()
 
 
 def test_planned_runs() -> None:
@@ -168,6 +251,9 @@ def test_planned_runs() -> None:
     ("arguments", "message"),
     [
         (["--parts", "serve", "--backends", "TRITON_MLA"], "nothing to run: only DENSE_MLA is served"),
+        (["--variants", "plain,spec5"], "got spec5"),
+        (["--model-shape", "k3", "--layers", "4"], "--layers must be 2 with --model-shape k3, got 4"),
+        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--parts", "offline,http"], "--parts must be offline, serve or both, got http"),
     ],
 )

@@ -1,0 +1,66 @@
+"""Ways to serve the tiny model: what vLLM has to be asked for so that a decode step is of another kind, and which prompts bring it about."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PLAIN = "plain"
+NO_ATTENTION = "no_attention"
+PROMPT_TOKENS = (1, 17, 64, 65, 200, 511, 1500, 4000)
+K3_PROMPT_TOKENS = (1, 200, 767, 768, 769, 1536, 4000)  # its attention blocks hold 768 tokens at 12 heads
+LONG_PROMPT_TOKENS = (2000, 2500, 3000, 3500, 4000)  # nearly every token occurred before: drafts in every step of every request
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way.
+
+    Attributes:
+        options: engine options that differ from the plain ones.
+        environment: variables that it sets.
+        rounds: lengths of the prompts, a batch after the other; `None` for the model's own, once.
+        exercised: counter of vLLM's that must not be 0 at the end: the run would have shown nothing.
+        heads: query heads of the checkpoint, `None` for the run's own.
+        attention: whether attention reaches the residual stream; without it, the answers show what attention decides.
+        only_ours: whether DENSE_MLA alone runs, in one partial dtype, to be compared with nobody.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    rounds: tuple[tuple[int, ...], ...] | None = None
+    exercised: str | None = None
+    heads: int | None = None
+    attention: bool = True
+    only_ours: bool = False
+
+
+def _speculative(tokens: int) -> Variant:
+    # A single earlier occurrence of the last token is enough for a draft: the model is random, and hardly repeats itself otherwise.
+    config = {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    options = {"speculative_config": config, "disable_log_stats": False}
+    return Variant(options, rounds=(LONG_PROMPT_TOKENS, PROMPT_TOKENS), exercised="vllm:spec_decode_num_drafts")
+
+
+VARIANTS: dict[str, Variant] = {
+    PLAIN: Variant(),
+    NO_ATTENTION: Variant(attention=False),
+    "spec4": _speculative(4),
+    "spec8": _speculative(8),
+    # The same prompts twice, the second time out of the cache; long ones in chunks beside the decode of short ones.
+    "prefix": Variant(
+        {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": 512, "disable_log_stats": False},
+        rounds=(PROMPT_TOKENS, PROMPT_TOKENS),
+        exercised="vllm:prefix_cache_hits",
+    ),
+    "invariant": Variant(environment={"VLLM_BATCH_INVARIANT": "1"}),
+    "fp8": Variant({"kv_cache_dtype": "fp8"}),
+    **{f"heads{heads}": Variant(heads=heads, only_ours=True) for heads in (96, 48, 24, 12, 6)},
+}
+
+
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
+    """Token ids of prompts of these lengths: no special tokens, and the same for a length every time."""
+    return [[draw.randrange(2, 1000) for _ in range(length)] for length in lengths for draw in [random.Random(length)]]
