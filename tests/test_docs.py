@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
+import shlex
 import tomllib
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 from dense_mla.paged_kv import PageTiling
 from dense_mla.schedule import FIXED_COST, plan
 from vllm_dense_mla import __version__, cli
+from vllm_dense_mla.registration import BACKEND_NAME, PARTIAL_DTYPE_VARIABLE
 from vllm_dense_mla.settings import DenseMLASettings, load_settings
 
 ROOT = Path(__file__).parents[1]
@@ -108,3 +116,134 @@ def test_the_mistake_of_the_settings_page_says_what_the_page_says(monkeypatch: p
             load_settings()
     finally:
         load_settings.cache_clear()
+
+
+def docs_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_support_page_is_current() -> None:
+    """Written from what the backend answers vLLM: after a change of the backend, run the command again."""
+    assert read("docs/support.md") == docs_script("support_page").render(), "run: python docs/support_page.py"
+
+
+def test_the_support_page_asks_everything_that_vllm_asks() -> None:
+    """A question that a new vLLM asks of a backend has to get its line."""
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    asked = set(docs_script("support_page").QUESTIONS)
+    elsewhere = {"head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla", "attn_type"}
+    never_of_mla = {"use_mm_prefix", "use_per_head_quant_scales", "use_rswa"}
+    assert asked | elsewhere | never_of_mla == set(AttentionSelectorConfig._fields)
+
+
+def test_the_picture_of_the_schedule_is_current_and_shows_what_the_ctas_do() -> None:
+    script = docs_script("schedule_picture")
+    assert read("docs/schedule.svg") == script.draw(), "run: python docs/schedule_picture.py"
+    planned = script.pieces_by_cta(plan(script.LENS, script.PAGE_SIZE, script.CTAS))
+    for units, own in zip(script.units_by_cta(), planned, strict=True):
+        drawn = [(request, tile) for request, tile in units if tile is not None]
+        assert drawn == [(piece.request, tile) for piece in own for tile in range(piece.first_tile, piece.end_tile)]
+
+
+def test_the_commands_of_the_deployment_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those whose output is shown print just that; the others parse."""
+    text = read("docs/deploy.md")
+    shown = re.findall(r"^```console\n\$ vllm-dense-mla (.*?)\n(.*?)^```$", text, re.M | re.S)
+    assert shown
+    for command, output in shown:
+        assert cli.main(shlex.split(command)) == 0
+        assert capsys.readouterr().out == output
+    for command in re.findall(r"^vllm-dense-mla (.*)$", text, re.M):
+        cli._parser().parse_args(shlex.split(command))
+
+
+def test_the_errors_of_the_deployment_page_are_the_self_test_s() -> None:
+    from vllm_dense_mla import check
+
+    (said,) = re.findall(r"^\| error against FP64.*\| ([\d.]+) \| ([\d.]+) \|$", read("docs/deploy.md"), re.M)
+    found = [check._answer(*check.SELF_TESTS[0], dtype, None)["error"] for dtype in (torch.bfloat16, torch.float32)]
+    assert said == tuple(f"{error:.1f}" for error in found)
+
+
+CALLERS = ("decoder.py", "reference.py", "compiled.py", "schedule.py", "__init__.py", "problem.py")  # of the kernels, not operators
+
+
+NAMES = {"BACKEND_NAME": BACKEND_NAME, "PARTIAL_DTYPE_VARIABLE": PARTIAL_DTYPE_VARIABLE}
+
+
+def template(node: ast.expr) -> Iterator[str]:
+    """The text of a message, with … for every value; both of a conditional one."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value:
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        yield "".join(part.value if isinstance(part, ast.Constant) else NAMES.get(ast.unparse(part.value), "…") for part in node.values)
+    elif isinstance(node, ast.IfExp):
+        yield from (*template(node.body), *template(node.orelse))
+
+
+@cache
+def messages() -> dict[str, str]:
+    """Every message that the packages raise, refuse with or report as failed: its template, and the file."""
+    found: dict[str, str] = {}
+    for path in sorted([*ROOT.glob("vllm_dense_mla/*.py"), *ROOT.glob("kernels/dense_mla/*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            texts: list[ast.expr] = []
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                texts = list(node.exc.args[:1])
+            elif isinstance(node, ast.FunctionDef) and (node.name.startswith("_explain_") or node.name == "unsupported_reason"):
+                texts = [each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value]
+            elif isinstance(node, ast.Lambda) and path.name == "backend.py":
+                texts = [node.body]
+            elif isinstance(node, ast.Call) and [ast.unparse(argument) for argument in node.args[1:2]] == ["'failed'"]:
+                texts = node.args[2:3]
+            for text in texts:
+                # A report's text ends with what is wrong.
+                found |= {each.splitlines()[-1]: path.name for each in template(text)}
+    return {text: name for text, name in found.items() if re.search(r"\w", text)}
+
+
+def documented(section: str = "") -> list[str]:
+    text = read("docs/troubleshooting.md")
+    parts = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+    theirs = parts.pop("The backend is not there")  # vLLM's words
+    assert theirs
+    chosen = [parts[section]] if section else list(parts.values())
+    return [pattern for part in chosen for pattern in re.findall(r"^\| `([^`]+)`", part, re.M)]
+
+
+def fits(pattern: str, text: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("…"))), text, re.S) is not None
+
+
+def test_every_message_has_its_cure() -> None:
+    """A pattern of the callers' section is too wide for an operator's message: it counts for the kernels' files alone."""
+    own = documented("Calling dense_mla yourself")
+    for text, name in messages().items():
+        patterns = documented() if name in CALLERS else [pattern for pattern in documented() if pattern not in own]
+        assert any(fits(pattern, text) for pattern in patterns), f"docs/troubleshooting.md has nothing on {text!r} ({name})"
+
+
+def test_every_cure_is_for_a_message_that_exists() -> None:
+    texts = messages()
+    assert len(texts) > 50
+    for pattern in documented():
+        assert any(fits(pattern, text) for text in texts), f"no code says {pattern!r}"
+
+
+def test_the_messages_of_vllm_are_its_own() -> None:
+    """The part of each before its first value is in vLLM's source."""
+    import vllm
+
+    root = Path(vllm.__file__).parent
+    sources = ["v1/attention/backends/registry.py", "plugins/__init__.py", "platforms/interface.py", "platforms/cuda.py", "v1/worker/workspace.py"]
+    source = re.sub(r'"\s*\n\s*f?"', "", "\n".join((root / path).read_text() for path in sources))
+    text = read("docs/troubleshooting.md").split("## ")[1]
+    said = re.findall(r"^\| `([^`]+)`", text, re.M)
+    assert len(said) == 5
+    for message in said:
+        assert re.split(r"'DENSE_MLA'| dense_mla|: VLLM_| …", message)[0] in source, message

@@ -101,10 +101,10 @@ def _check_versions() -> Check:
     driver = f"driver {facts['driver'] or 'none'}, {platform.system()} {platform.machine()}"
     text = "\n".join((", ".join(words[:4]), ", ".join(words[4:]), driver))
     missing = [name for name in DISTRIBUTIONS if versions[name] is None]
-    other_vllm = not str(versions["vllm"]).startswith(VLLM_SERIES + ".")
-    if missing or other_vllm:
-        wrong = f"missing: {', '.join(missing)}" if missing else f"vLLM must be {VLLM_SERIES}, got {versions['vllm']}"
-        return Check("versions", "failed", f"{text}\n{wrong}", {"versions": facts})
+    if missing:
+        return Check("versions", "failed", f"{text}\nmissing: {', '.join(missing)}", {"versions": facts})
+    if not str(versions["vllm"]).startswith(VLLM_SERIES + "."):
+        return Check("versions", "failed", f"{text}\nvLLM must be {VLLM_SERIES}, got {versions['vllm']}", {"versions": facts})
     return Check("versions", "ok", text, {"versions": facts})
 
 

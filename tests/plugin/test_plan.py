@@ -124,7 +124,7 @@ def test_another_backend_a_wrong_flag_and_a_model_that_is_not_here(
     for text, message in (
         ("model: some/model\nattention-backend: TRITON_MLA\n", "attention-backend must be DENSE_MLA, got TRITON_MLA"),
         ("model: some/model\n", "no attention backend is named: set attention-backend to DENSE_MLA"),
-        ("model: some/model\nattention-backend: DENSE_MLA\nno-such-option: 1\n", "vllm serve does not take these arguments: unrecognized arguments: --no-such-option=1"),
+        ("model: some/model\nattention-backend: DENSE_MLA\nno-such-option: 1\n", "vllm serve does not take these arguments: unrecognized"),
     ):
         serve.write_text(text)
         code, out, err = plan(capsys, "--config", str(serve), "--model", str(MODELS / "kimi_linear.json"))

@@ -1,0 +1,170 @@
+"""Writes docs/support.md from what the backend and the kernels declare: `python docs/support_page.py`, from the project's root."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+GPUS = {  # compute capability: GPUs that have it, as their driver names them
+    (8, 0): ("A100", "A30"),
+    (8, 6): ("A40", "A10", "RTX 3090"),
+    (8, 7): ("Orin",),
+    (8, 9): ("L40S", "L4", "RTX 4090"),
+    (9, 0): ("H100", "H200", "GH200"),
+    (10, 0): ("B200", "GB200"),
+    (10, 3): ("B300", "GB300"),
+    (11, 0): ("Thor",),
+    (12, 0): ("RTX PRO 6000", "RTX 5090"),
+    (12, 1): ("GB10",),
+}
+# What vLLM's selector asks of a backend, and the same in a reader's words. Answered by the backend's own validation.
+QUESTIONS = {
+    "use_dcp": "decode context parallelism (`--decode-context-parallel-size`)",
+    "use_pcp": "prefill context parallelism (`--prefill-context-parallel-size`)",
+    "use_batch_invariant": "batch invariance (`VLLM_BATCH_INVARIANT=1`)",
+    "use_non_causal": "non-causal draft blocks",
+    "use_adaptive_verification": "adaptive verification of speculative decoding",
+    "use_kv_connector": "KV connectors (`--kv-transfer-config`)",
+    "use_sparse": "sparse MLA",
+    "has_sliding_window": "sliding windows",
+    "has_sink": "attention sinks",
+}
+DTYPES = ("bfloat16", "float16", "float32")
+KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+def render() -> str:
+    """The page."""
+    return "\n".join(
+        [
+            "# What is supported",
+            "",
+            "Written by `python docs/support_page.py` from what the backend answers vLLM; a test says that it is current. A reason here is",
+            "word for word what vLLM says when it starts, and [troubleshooting.md](troubleshooting.md) has what to do about it.",
+            "",
+            "## GPUs",
+            "",
+            *_table(("compute capability", "GPUs", "kernel", "run on hardware"), _gpu_rows()),
+            "",
+            "A kernel was run on the GPUs that a file under docs/evidence/ comes from, and compiled for the others.",
+            "",
+            "## Models and caches",
+            "",
+            *_table(("", "supported", "refused"), _model_rows()),
+            "",
+            "## Decode steps",
+            "",
+            *_table(("", ""), _decode_rows()),
+            "",
+            "## What vLLM may ask for",
+            "",
+            *_table(("", "", "reason"), _question_rows()),
+            "",
+        ]
+    )
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows)]
+
+
+def refusals(capability: tuple[int, int] = (9, 0), **changes: Any) -> list[str]:
+    """What the backend says to a dense BF16 MLA layer with changes, asked as vLLM's CUDA platform asks."""
+    import torch
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from vllm_dense_mla.backend import DenseMLABackend
+
+    asked = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None, "use_mla": True} | changes
+    config = AttentionSelectorConfig(**asked)
+    return DenseMLABackend.validate_configuration(device_capability=DeviceCapability(*capability), **config._asdict())
+
+
+def _gpu_rows() -> list[tuple[str, ...]]:
+    from dense_mla.arch import compile_target, forward_class, unsupported_reason
+
+    measured = _measured_gpus()
+    rows = []
+    for capability, names in GPUS.items():
+        name = f"{capability[0]}.{capability[1]}"
+        if unsupported_reason(capability) is not None:
+            rows.append((name, ", ".join(names), "none: refused at start", ""))
+            continue
+        kernel = f"`{forward_class(capability).__name__}` for `{compile_target(capability)}`"
+        ran = [gpu for gpu in measured if any(word in gpu for word in names)]
+        rows.append((name, ", ".join(names), kernel, ", ".join(ran) or "no, compiled only"))
+    return rows
+
+
+def _measured_gpus() -> list[str]:
+    """GPU names of the evidence files."""
+    return sorted({str(json.loads(path.read_text()).get("gpu", "")) for path in DOCS.glob("evidence/*.json")} - {""})
+
+
+def _model_rows() -> list[tuple[str, ...]]:
+    import torch
+
+    from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V, MAX_HEADS
+    from vllm_dense_mla.backend import DenseMLABackend
+
+    dtypes = [(name, bool(refusals(dtype=getattr(torch, name)))) for name in DTYPES]
+    caches = [(name, bool(refusals(kv_cache_dtype=name))) for name in KV_DTYPES]
+    sizes = ", ".join(str(getattr(size, "base", size)) for size in DenseMLABackend.get_supported_kernel_block_sizes())
+    keys = ", ".join(map(str, DenseMLABackend.get_supported_head_sizes()))
+    return [
+        ("model dtype", *_split(dtypes)),
+        ("`--kv-cache-dtype`", *_split(caches)),
+        ("latent key", f"{keys} values: kv_lora_rank {HEAD_DIM_V}, qk_rope_head_dim {HEAD_DIM_QK - HEAD_DIM_V}", "other sizes"),
+        ("query heads in a rank's kernels", f"1 to {MAX_HEADS}", "more"),
+        ("`--block-size`", f"multiples of {sizes}; {DenseMLABackend.get_preferred_block_size(16)} where none is given", "others"),
+    ]
+
+
+def _split(asked: list[tuple[str, bool]]) -> tuple[str, str]:
+    taken, refused = ([f"`{name}`" for name, is_refused in asked if is_refused is wanted] for wanted in (False, True))
+    return ", ".join(taken), ", ".join(refused)
+
+
+def _decode_rows() -> list[tuple[str, ...]]:
+    from dense_mla import problem, schedule
+    from dense_mla.problem import PARTIAL_DTYPES
+    from vllm_dense_mla.backend import DenseMLABackend
+
+    builder = DenseMLABackend.get_builder_cls()
+    longest = getattr(problem, "MAX_QUERY_LEN", 1)
+    tokens = {
+        "SINGLE_ONLY": "1; several are verified as prefill, which is vLLM's own",
+        "UNIFORM": f"1 to {longest}, the same number for every request of a step",
+        "VARLEN": f"1 to {longest}",
+    }
+    graphs = {
+        "NEVER": "none",
+        "UNIFORM_SINGLE_TOKEN_DECODE": "full graphs of one query token a request",
+        "UNIFORM_BATCH": "full graphs of one or several query tokens, the same number for every request",
+        "ALWAYS": "full graphs of any batch",
+    }
+    return [
+        ("query tokens of a request", tokens[builder.query_len_support.name]),
+        ("CUDA graphs", graphs[builder._cudagraph_support.name]),
+        ("requests of a step", f"1 to {schedule.MAX_REQUESTS:,}"),
+        ("split partials", " or ".join(str(dtype).removeprefix("torch.") for dtype in PARTIAL_DTYPES)),
+        ("prefill", "vLLM's own backend"),
+    ]
+
+
+def _question_rows() -> list[tuple[str, ...]]:
+    rows = []
+    for field, words in QUESTIONS.items():
+        reasons = refusals(**{field: True})
+        rows.append((words, "no" if reasons else "yes", "; ".join(reasons)))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    (DOCS / "support.md").write_text(render())
