@@ -162,7 +162,7 @@ def test_a_decode_far_below_the_read_bandwidth_fails(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("installed")
-def test_on_a_gpu_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_gpu_the_kernels_are_right_and_fast(capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["check", "--json"])
     found = json.loads(capsys.readouterr().out)
     checks = {each["name"]: each for each in found["checks"]}
@@ -170,4 +170,6 @@ def test_on_a_gpu_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert checks["bandwidth"]["status"] == "ok", checks["bandwidth"]
     # No decode reads faster than the fastest read, but for what the L2 holds from the launch before.
     assert check.LEAST_SHARE < checks["bandwidth"]["share"] < 1.1
-    assert (code, found["ok"]) == (0, True), [each for each in found["checks"] if each["status"] != "ok"]
+    assert (checks["GPUs"]["status"], checks["kernels"]["status"]) == ("ok", "ok")
+    # Whether the versions are vLLM's pins depends on the environment that the tests run in.
+    assert (code == 0) is found["ok"] is (checks["versions"]["status"] == "ok")
