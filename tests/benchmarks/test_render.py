@@ -1,0 +1,155 @@
+"""What the documents say about speed is what the evidence says: in this checkout, and for evidence made up here."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import evidence as evidence_module
+from benchmarks import render
+from benchmarks.evidence import DecodeEvidence, DecodeRow, Failure, RunFacts
+
+ROOT = Path(__file__).parents[2]
+FACTS = RunFacts("python x.py", "c0ffee" * 6, False, "NVIDIA H200", "580.1", "2.11", "0.33.0", "4.8.0", "2026-12-01T00:00:00+00:00")
+ROW = DecodeRow(
+    kernel="dense_mla", shape="1x4096", heads=16, query_len=1, batch=1, context=4096, keys=4096, page_size=64, kv_dtype="bf16",
+    partial_dtype="bf16", planned_for=4096, us_samples=(7.0,), us=7.0, GBps=674.1, relative_l2=0.002, floor_us=1.05, caches=85, calls=85,
+    sm_clock_mhz=1980,
+)  # fmt: skip
+
+
+def decode_rows() -> list[DecodeRow]:
+    return [
+        ROW,
+        replace(ROW, partial_dtype="fp32", us=7.14),
+        replace(ROW, kernel="dense_mla+planned", planned_for=2**20, us=7.21),
+        replace(ROW, kernel="FLASHMLA", partial_dtype=None, us=21.0, GBps=224.7),
+        replace(ROW, kernel="FLASH_ATTN_MLA", partial_dtype=None, us=14.0, GBps=337.0),
+        replace(ROW, shape="8x8192", us=25.0, GBps=3019.9, floor_us=20.0),
+        replace(ROW, shape="8x8192", us=24.0, kernel="FLASHMLA", partial_dtype=None, floor_us=20.0),
+        replace(ROW, heads=128, us=9.0),
+    ]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A root with a README and, at first, no evidence."""
+    (tmp_path / "docs" / "evidence").mkdir(parents=True)
+    (tmp_path / "README.md").write_text(f"# x\n\n## Numbers\n\n{render.START}{render.NOTHING}\n{render.END}\n\n## Next\n")
+    return tmp_path
+
+
+def save(project: Path, name: str, content: dict[str, Any]) -> None:
+    (project / name).write_text(json.dumps(content))
+
+
+def written(project: Path) -> dict[str, str]:
+    files = render.rendered(project)
+    for path, text in files.items():
+        path.write_text(text)
+    assert render.rendered(project) == files, "a second run changes what the first wrote"
+    return {str(path.relative_to(project)): text for path, text in files.items()}
+
+
+def test_the_documents_of_this_checkout_are_what_the_evidence_says() -> None:
+    for path, text in render.rendered(ROOT).items():
+        assert path.exists() and path.read_text() == text, f"{path.name} differs from the evidence: run python kernels/benchmarks/render.py"
+    has_evidence = (ROOT / render.DECODE).exists()
+    block = (ROOT / "README.md").read_text().split(render.START)[1].split(render.END)[0]
+    assert (block == f"{render.NOTHING}\n") is not has_evidence
+    assert (ROOT / render.CHART).exists() is has_evidence
+
+
+def test_without_evidence_nothing_is_claimed(project: Path) -> None:
+    files = written(project)
+    assert set(files) == {"README.md", "docs/benchmarks.md"}
+    assert files["docs/benchmarks.md"].count(render.NOTHING) == 1 + len(render.SECTIONS)
+    assert f"{render.START}{render.NOTHING}\n{render.END}" in files["README.md"]
+
+
+def test_decode_evidence_becomes_block_page_and_chart(project: Path) -> None:
+    failure = Failure("TRITON_MLA", "1x4096", 16, 64, None, "RuntimeError: a | b")
+    save(project, render.DECODE, DecodeEvidence(FACTS, 4543.2, decode_rows(), [failure], ["8 heads, 1x4096"]).to_json())
+    files = written(project)
+    readme, page, chart = files["README.md"], files["docs/benchmarks.md"], files[render.CHART]
+    assert "| 1x4096 | 7.0 | 14.0 (FLASH_ATTN_MLA) | 2.00 x | 15% |" in readme
+    assert "| 8x8192 | 25.0 | 24.0 (FLASHMLA) | 0.96 x | 80% |" in readme
+    assert render.NOTHING not in readme and readme.startswith("# x\n") and readme.endswith("\n\n## Next\n")
+    assert "- Faster than the fastest peer in 1 of 2 cases: not in 8x8192 at 16 heads (0.96)." in page
+    assert "- FP32 partials cost +2.0% over BF16 at most, in 1x4096 at 16 heads." in page
+    assert "- Captured for requests of 1,048,576 keys, 1x4096 takes 1.030 of the time of a capture of its own." in page
+    assert "| 1x4096 | 1.1 | 7.0 | 7.1 | 7.2 | 21.0 | 14.0 | 2.00 | 15% | 1980 |" in page
+    assert "### 128 heads" in page and "- Not run: 8 heads, 1x4096." in page
+    assert "- TRITON_MLA has no time at 16 heads, 1x4096: RuntimeError: a   b" in page
+    tree = ElementTree.fromstring(chart)
+    titles = [title.text for title in tree.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles[1:] == [
+        "dense_mla, 1x4096: 674 GB/s, 7.0 us", "FLASHMLA, 1x4096: 225 GB/s, 21.0 us", "FLASH_ATTN_MLA, 1x4096: 337 GB/s, 14.0 us",
+        "dense_mla, 8x8192: 3020 GB/s, 25.0 us", "FLASHMLA, 8x8192: 674 GB/s, 24.0 us",
+    ]  # fmt: skip
+    assert "read ceiling 4543 GB/s" in chart
+
+
+def test_uncommitted_changes_are_said(project: Path) -> None:
+    save(project, render.DECODE, DecodeEvidence(replace(FACTS, dirty=True), 4543.2, decode_rows()).to_json())
+    files = written(project)
+    assert "with uncommitted changes" in files["README.md"] and "with uncommitted changes" in files["docs/benchmarks.md"]
+
+
+def test_a_changed_number_is_found(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    save(project, render.DECODE, DecodeEvidence(FACTS, 4543.2, decode_rows()).to_json())
+    written(project)
+    monkeypatch.setattr(render, "ROOT", project)
+    monkeypatch.setattr("sys.argv", ["render.py", "--check"])
+    assert render.main() == 0
+    readme = project / "README.md"
+    readme.write_text(readme.read_text().replace("| 7.0 |", "| 6.0 |"))
+    assert render.main() == 1
+    assert capsys.readouterr().out == "differs from the evidence: README.md\n"
+
+
+def test_serving_evidence_becomes_sections(project: Path) -> None:
+    facts = asdict(FACTS)
+    row = {"kernel": "DENSE_MLA", "q": "tensor", "batch": 8, "build_us": 20.0, "launch_us": 30.0, "us": 50.5}
+    ratio = {"q": "tensor", "fastest_peer": "FLASHMLA", "ours_over_fastest_peer": 0.8}
+    save(project, "docs/evidence/host_cost_h200.json", facts | {"rows": [row], "comparisons": [ratio], "failures": []})
+    engine = {"name": "throughput_flashmla", "error": "TimeoutError: slow"}
+    speed = {"kernel": "DENSE_MLA", "partial_dtype": "bf16", "batch": 8, "context": 1024, "tokens_per_s": 1234.4}
+    save(project, "docs/evidence/serve_throughput_h200.json", facts | {"layers": 4, "heads": 12, "rows": [speed], "engines": [engine]})
+    save(project, "docs/evidence/serve_load_h200.json", facts | {"unmet": ["RuntimeError: dead"], "passed": False})
+    prompts = [{"logprob_gap": 0.03, "within_bar": True}, {"logprob_gap": 0.2, "within_bar": False}]
+    comparison = {"run": "offline_dense_mla_bf16", "with": "offline_triton_mla", "prompts": prompts}
+    runs = [{"name": name, "error": None} for name in ("offline_dense_mla_bf16", "offline_triton_mla", "offline_dense_mla_bf16_heads96")]
+    control = {"prompts": [{"agreeing": 0}, {"agreeing": 2}]}
+    served = {"comparisons": [comparison], "control": control, "max_tokens": 48, "runs": runs, "passed": False}
+    save(project, "docs/evidence/serve_k3_shape_h200.json", facts | served)
+    page = written(project)["docs/benchmarks.md"]
+    assert "| DENSE_MLA | tensor | 8 | 20.0 | 30.0 | 50.5 |" in page and "takes 0.800 of the time of FLASHMLA" in page
+    assert "| 8 | 1024 | 1234 |" in page and "- throughput_flashmla failed: TimeoutError: slow" in page
+    assert "Failed: RuntimeError: dead" in page
+    assert "| offline_dense_mla_bf16 | offline_triton_mla | 1 of 2 | 0.200 |" in page and "Not passed." in page
+    assert "these many stay the same: 0, 2." in page and "compared with nobody: offline_dense_mla_bf16_heads96." in page
+    assert page.count(render.NOTHING) == 2  # the decode timing and the other served model
+
+
+def test_what_the_load_test_writes_can_be_rendered(project: Path) -> None:
+    from benchmarks.answers import Answer
+    from benchmarks.serve_load import COUNTERS, LoadResult, evidence_of
+
+    answer = Answer(1, (5,), (-0.2,), (9,), (-2.0,))
+    result = LoadResult(completed=1999, aborted=1, seconds=20.0, latencies=[1.0] * 1999, sampled=[(0, answer)])
+    content = evidence_of(2000, result, dict.fromkeys(COUNTERS, 7.0), [(float(i), 1000) for i in range(8)], [answer], [answer])
+    save(project, "docs/evidence/serve_load_h200.json", asdict(FACTS) | content | {"passed": not content["unmet"]})
+    page = written(project)["docs/benchmarks.md"]
+    assert "2000 requests in 20 s (100 a second), 1 of them aborted by the client; 7 preemptions" in page and "\nPassed.\n" in page
+
+
+def test_evidence_lies_where_the_scripts_write_it() -> None:
+    assert evidence_module.EVIDENCE_DIR == ROOT / "docs" / "evidence"
+    names = [render.DECODE, *(name for _, name, _ in render.SECTIONS)]
+    scripts = [*(ROOT / "kernels" / "benchmarks").glob("*.py")]
+    for name in names:
+        assert any(Path(name).name in script.read_text() for script in scripts if script.name != "render.py"), f"no script writes {name}"
