@@ -28,7 +28,7 @@ from cutlass.cute.nvgpu import warp as warp_ops
 
 from .async_copy import COPY_BYTES, copy_or_zero
 from .forward_sm90 import fake_arguments
-from .problem import HEAD_DIM_QK, DecodeProblem
+from .problem import HEAD_DIM_QK, HEAD_DIM_V, DecodeProblem
 from .request_range import RequestRange
 from .schedule import HEADER_WORDS, NO_SLOT, RANGE_WORDS
 from .special_register import pinned_lane_index
@@ -287,16 +287,18 @@ class ForwardSm80:
             for half in cutlass.range_constexpr(2):
                 row = cutlass.min(row0 + m_tile * 16 + half * 8 + lane // 4, self.problem.rows - 1)
                 token, head = row // self.problem.num_heads, row % self.problem.num_heads
-                gNope = cute.tiled_divide(mQNope[request, token, head, None], (2,))
-                gRope = cute.tiled_divide(mQRope[request, token, head, None], (2,))
+                # From this lane's pair on, by (element, upper eight columns, chunk): what is left is static, an offset of the load.
+                column = cute.assume(2 * self.tile.query_pair(lane, warp), divby=2)
+                view = cute.make_layout((2, 2, CHUNKS - 1), stride=(1, 8, CHUNK))
+                gNope = cute.make_tensor(mQNope[request, token, head, None].iterator + column, view)
+                gRope = cute.make_tensor(mQRope[request, token, head, None].iterator + column, view)
                 for chunk in cutlass.range_constexpr(CHUNKS):
                     for upper in cutlass.range_constexpr(2):
-                        pair = self.tile.query_pair(lane, warp, upper)
                         target = rQ[None, half + 2 * upper, chunk, m_tile]
                         if cutlass.const_expr(chunk < CHUNKS - 1):
-                            cute.copy(load, gNope[None, chunk * (CHUNK // 2) + pair], target)
+                            cute.copy(load, gNope[None, upper, chunk], target)
                         else:
-                            cute.copy(load, gRope[None, pair], target)
+                            cute.copy(load, gRope[None, upper, 0], target)
 
     @cute.jit
     def load_and_score(
@@ -505,10 +507,12 @@ class ForwardSm80:
     @cute.jit
     def store_row(self, rO: cute.Tensor, gRow: cute.Tensor, m_tile: cutlass.Constexpr, half: cutlass.Constexpr, lane: Int32, warp: Int32) -> None:
         """One row of the fragment: two neighbouring columns a store, four lanes a line of eight."""
-        gPairs = cute.tiled_divide(gRow, (2,))
+        blocks = VALUE_COLUMNS // 8
+        view = cute.make_layout((2, 4, blocks, HEAD_DIM_V // VALUE_COLUMNS), stride=(1, 2, 8, VALUE_COLUMNS))
+        gPairs = cute.make_tensor(gRow.iterator, view)  # (element, lane of the quad, block of eight columns, warp)
         store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), gRow.element_type, num_bits_per_copy=2 * gRow.element_type.width)
         pair = cute.make_rmem_tensor((2,), gRow.element_type)
-        for block in cutlass.range_constexpr(VALUE_COLUMNS // 8):
+        for block in cutlass.range_constexpr(blocks):
             for parity in cutlass.range_constexpr(2):
                 pair[parity] = rO[parity, half, block, m_tile].to(gRow.element_type)
-            cute.copy(store, pair, gPairs[None, warp * (VALUE_COLUMNS // 2) + block * 4 + lane % 4])
+            cute.copy(store, pair, gPairs[None, lane % 4, block, warp])

@@ -79,9 +79,9 @@ class TileSm80:
         """Key, unit (before swizzling) and first chunk of the copies of a thread: eight threads a line of 128 bytes."""
         return thread // UNIT % self.keys, thread % UNIT, thread // UNIT // self.keys
 
-    def query_pair(self, lane: Any, warp: Any, upper: int) -> Any:
-        """Pair of columns within a chunk that a lane holds of Q, in the lower or upper eight of its warp's sixteen columns."""
-        return warp % COLUMN_SPLITS * 8 + lane % 4 + 4 * upper
+    def query_pair(self, lane: Any, warp: Any) -> Any:
+        """Pair of columns within a chunk that a lane holds of Q, in the lower eight of its warp's sixteen columns; the other is 8 columns on."""
+        return warp % COLUMN_SPLITS * 8 + lane % 4
 
     def score_pair(self, lane: Any, warp: Any, block: int) -> Any:
         """Pair of keys (before swizzling) that a lane's accumulator holds, in a block of eight of its warp's keys."""

@@ -93,7 +93,7 @@ def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 def query_fragment(tile: TileSm80, queries: np.ndarray, warp: int, chunk: int, m_tile: int) -> np.ndarray:
     a = np.empty((32, 4, 2))
     for lane, half, upper in itertools.product(LANES, range(2), range(2)):
-        column = chunk * CHUNK + 2 * tile.query_pair(lane, warp, upper)
+        column = chunk * CHUNK + 2 * tile.query_pair(lane, warp) + 8 * upper
         a[lane, half + 2 * upper] = queries[m_tile * 16 + half * 8 + lane // 4, column : column + 2]
     return a
 
