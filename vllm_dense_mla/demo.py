@@ -117,7 +117,7 @@ def decode_on_gpu(problem: DecodeProblem, data: Batch) -> Decoded:
     schedule = decoder.empty_schedule()
     workspace = torch.full((decoder.workspace_size(requests).total_bytes,), NAN_BYTE, dtype=torch.uint8, device=device)
     out = torch.full((requests, problem.num_heads, HEAD_DIM_V), torch.nan, dtype=torch.bfloat16, device=device)
-    decoder.schedule(data.seq_lens, schedule)
+    decoder.schedule(data.seq_lens, data.block_table, schedule)
 
     def launch() -> None:
         decoder.run(

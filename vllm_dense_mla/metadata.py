@@ -96,7 +96,7 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder[DenseMLAMetadata]):
         if num_decode_tokens != num_requests:
             raise ValueError(f"{BACKEND_NAME} decodes 1 query token of each request, got {num_decode_tokens} tokens of {num_requests} requests")
         bucket = self.buckets.bucket_for(num_requests)
-        self.decoder.schedule(seq_lens_device, self.schedule)
+        self.decoder.schedule(seq_lens_device, block_table_tensor, self.schedule)
         return DenseMLADecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,

@@ -52,7 +52,7 @@ def measure_decode(problem: DecodeProblem, device: torch.device) -> float:
     out = torch.empty((requests, problem.num_heads, HEAD_DIM_V), dtype=torch.bfloat16, device=device)
     workspace = torch.empty(decoder.workspace_size(requests).total_bytes, dtype=torch.uint8, device=device)
     schedule = decoder.empty_schedule()
-    decoder.schedule(seq_lens, schedule)
+    decoder.schedule(seq_lens, block_table, schedule)
     scale = HEAD_DIM_QK**-0.5
     key_bytes = requests * DECODE_KEYS * HEAD_DIM_QK * kv_cache.element_size()
     with torch.cuda.device(device):

@@ -16,6 +16,7 @@ from dense_mla.problem import DecodeProblem
 PARTIAL_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SCHEDULED = f"{OURS}+schedule"
 PLANNED = f"{OURS}+planned"
+INVARIANT = f"{OURS}+invariant"
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,25 @@ def planned_contender(partial_dtype: str, planned_for: int) -> Contender:
     return Contender(PLANNED, partial_dtype, partial(ours, partial_dtype=PARTIAL_DTYPES[partial_dtype], planned_for=planned_for), planned_for)
 
 
-def ours(inputs: DecodeInputs, *, partial_dtype: torch.dtype, schedule_each_call: bool = False, planned_for: int | None = None) -> Call:
+def invariant_contender(partial_dtype: str) -> Contender:
+    """DENSE_MLA with requests cut at places that their own length decides: what VLLM_BATCH_INVARIANT costs."""
+    return Contender(INVARIANT, partial_dtype, partial(ours, partial_dtype=PARTIAL_DTYPES[partial_dtype], batch_invariant=True))
+
+
+def ours(
+    inputs: DecodeInputs,
+    *,
+    partial_dtype: torch.dtype,
+    schedule_each_call: bool = False,
+    planned_for: int | None = None,
+    batch_invariant: bool = False,
+) -> Call:
     """DENSE_MLA's forward and merge, with the schedule launched once, or before every call."""
     from dense_mla.decoder import DenseMLADecoder
 
     if planned_for is not None:
         inputs = with_wide_block_table(inputs, planned_for)
-    problem = DecodeProblem(inputs.heads, inputs.page_size, partial_dtype)
+    problem = DecodeProblem(inputs.heads, inputs.page_size, partial_dtype, query_len=inputs.query_len, batch_invariant=batch_invariant)
     decoder = DenseMLADecoder.prepare(problem, inputs.q.device, max_requests=inputs.shape.batch)
     schedule = decoder.empty_schedule()
     num_bytes = decoder.workspace_size(inputs.shape.batch).total_bytes

@@ -61,17 +61,19 @@ class DenseMLADecoder:
         """Bytes that `run` needs for a batch of at most `num_requests` requests of any length."""
         return workspace_size(self.problem, num_requests, self.sm_count)
 
-    def schedule(self, seq_lens: torch.Tensor, schedule: torch.Tensor) -> None:
+    def schedule(self, seq_lens: torch.Tensor, block_table: torch.Tensor, schedule: torch.Tensor) -> None:
         """Plans a step on the device: one small launch on the current stream.
 
         Args:
-            seq_lens: [requests] int32, keys of each request, >= 0.
+            seq_lens: [requests] int32, keys of each request on this rank, >= 0.
+            block_table: [requests, width] int32, the table that `run` will be given.
             schedule: a buffer of `empty_schedule`, overwritten.
         """
         self._check_seq_lens(seq_lens)
+        self._check_table(block_table, seq_lens.shape[0], None)
         self._check_schedule(schedule)
         if seq_lens.shape[0]:
-            self._kernels.schedule(seq_lens, schedule, self.num_ranges)
+            self._kernels.schedule(seq_lens, block_table, schedule, self.num_ranges)
 
     def run(
         self,
@@ -139,11 +141,12 @@ class DenseMLADecoder:
 
         rows = (problem.query_len, problem.num_heads)
         seq_lens, schedule = zeros(1, dtype=torch.int32), self.empty_schedule()
-        self.schedule(seq_lens, schedule)
+        block_table = zeros(1, 1, dtype=torch.int32)
+        self.schedule(seq_lens, block_table, schedule)
         self.run(
             zeros(*rows, HEAD_DIM_QK),
             zeros(1, problem.page_size, HEAD_DIM_QK),
-            zeros(1, 1, dtype=torch.int32),
+            block_table,
             seq_lens,
             schedule=schedule,
             workspace=zeros(self.workspace_size(1).total_bytes, dtype=torch.uint8),

@@ -200,7 +200,7 @@ class ForwardSm90:
         cute.arch.griddepcontrol_launch_dependents()
 
         # Step 3: this CTA's range of the line.
-        words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + range_index * RANGE_WORDS, cute.make_layout((6,)))
+        words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + range_index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 0:
@@ -245,7 +245,10 @@ class ForwardSm90:
             begin, end = self.tile_span(words, request, mSeqLens)
             for tile in cutlass.range(begin, end, unroll=1):
                 if cutlass.const_expr(boxes == 1):
-                    page, part = mTable[request, tile // tiling.tiles_per_page], tile % tiling.tiles_per_page
+                    # The first tile's page stands in the schedule: one memory latency less before the first key is on its way.
+                    page, part = words[6], tile % tiling.tiles_per_page
+                    if (request > words[0]) | (tile > begin):
+                        page = mTable[request, tile // tiling.tiles_per_page]
                     for i in cutlass.range_constexpr(CHUNKS):
                         chunk = CHUNK_ORDER[i]
                         barrier = k_full + stage * CHUNKS + chunk
@@ -385,10 +388,14 @@ class ForwardSm90:
 
         # Step 4: the requests of the range.
         stage, phase, q_stage, q_phase, exchange = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
+        # The first turn is a rehearsal without tiles and stores: it brings the code of `finish` into the instruction cache while the first
+        # keys are on their way, where it costs nothing; at the end of the range it would cost a microsecond.
+        for turn in cutlass.range(words[0] - 1 if words[0] <= words[2] else words[2] + 1, words[2] + 1, unroll=1):
+            live = turn >= words[0]
+            request = cutlass.max(turn, words[0])
             seq_len = lens[0][request]
             begin, end = self.tile_span(words, request, lens[0])
-            end = end if seq_len > 0 else begin
+            end = end if live & (seq_len > 0) else begin
             self.row_limits(limits, lens, request, seq_len, row_tile, group, lane)
             if begin < end:
                 cute.arch.mbarrier_wait(storage.q_full.data_ptr() + q_stage, q_phase)
@@ -416,7 +423,7 @@ class ForwardSm90:
                     stage = Int32(0) if wrap else stage + 1
                     phase = phase ^ 1 if wrap else phase
                     exchange = exchange ^ 1
-                self.finish(storage, rO, row_max, row_sum, factor, warp_values, outputs, request, slot, row_tile, group, warp_index, lane)
+                self.finish(storage, rO, row_max, row_sum, factor, warp_values, outputs, request, slot, live, row_tile, group, warp_index, lane)
             if begin < end:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + q_stage)
@@ -686,6 +693,7 @@ class ForwardSm90:
         outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
         request: Int32,
         slot: Int32,
+        live: cutlass.Boolean,
         row_tile: Int32,
         group: Int32,
         warp_index: Int32,
@@ -700,7 +708,7 @@ class ForwardSm90:
         for block in cutlass.range_constexpr(self.score_rows // 8):
             for parity in cutlass.range_constexpr(2):
                 total = row_sum[parity, block]
-                inverse[parity, block] = 1.0 / total if total > 0.0 else Float32(0.0)
+                inverse[parity, block] = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
         if cutlass.const_expr(self.split_rows):
             if warp_index == 0:
                 self.publish_rows(storage, inverse, group, lane)
@@ -713,38 +721,42 @@ class ForwardSm90:
         lane = pinned_lane_index()
         mOut, mLse, mOutPartial, mLsePartial = outputs
         if slot == NO_SLOT:
-            self.store_rows(rO, mOut[request, None, None, None], row_tile, group, warp_index, lane)
+            self.store_rows(rO, mOut[request, None, None, None], live, row_tile, group, warp_index, lane)
         else:
-            self.store_rows(rO, mOutPartial[slot, None, None, None], row_tile, group, warp_index, lane)
+            self.store_rows(rO, mOutPartial[slot, None, None, None], live, row_tile, group, warp_index, lane)
         owns_lse = warp_index == 0 if self.split_rows else warp_index + 4 * group == 0
         if owns_lse:
-            if lane < 4:
+            if (lane < 4) & live:
                 self.store_lse(row_max, row_sum, mLse, mLsePartial, request, slot, row_tile, group, lane)
 
     @cute.jit
-    def store_rows(self, rO: cute.Tensor, gO: cute.Tensor, row_tile: Int32, group: Int32, warp_index: Int32, lane: Int32) -> None:
+    def store_rows(
+        self, rO: cute.Tensor, gO: cute.Tensor, live: cutlass.Boolean, row_tile: Int32, group: Int32, warp_index: Int32, lane: Int32
+    ) -> None:
         """O^T registers to gO [tokens, heads, 512], two neighbouring columns a store.
 
         A thread holds two rows of one column; its neighbour in g holds the same rows of the next column. They swap one value, and then
         each holds one row of both columns.
         """
         even = (lane // 4) % 2 == 0
-        gPairs = cute.tiled_divide(gO, (1, 1, 2))  # ((1, 1, 2), tokens, heads, 256)
-        store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), gO.element_type, num_bits_per_copy=2 * gO.element_type.width)
-        for m_tile in cutlass.range_constexpr(VALUE_COLUMNS // 64):
-            for block in cutlass.range_constexpr(self.tile_rows // 8):
+        dtype = gO.element_type
+        store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=2 * dtype.width)
+        columns = cute.make_layout((2, 2, VALUE_COLUMNS // 64), stride=(1, 8, 64))  # (column of a pair, half, m tile)
+        pairs = cute.make_rmem_tensor(columns.shape, dtype)
+        column0 = group * VALUE_COLUMNS + warp_index * 16 + lane // 8 * 2
+        for block in cutlass.range_constexpr(self.tile_rows // 8):
+            for m_tile in cutlass.range_constexpr(VALUE_COLUMNS // 64):
                 for half in cutlass.range_constexpr(2):
                     row_a, row_b = rO[0, half, block, m_tile], rO[1, half, block, m_tile]
                     mine = row_a if even else row_b
-                    given = row_b if even else row_a
-                    taken = cute.arch.shuffle_sync_bfly(given, offset=4)
-                    pair = cute.make_rmem_tensor(((1, 1, 2),), gO.element_type)
-                    pair[0] = (mine if even else taken).to(gO.element_type)
-                    pair[1] = (taken if even else mine).to(gO.element_type)
-                    token, head, exists = self.locate(block * 8 + (lane % 4) * 2 + (lane // 4) % 2, row_tile)
-                    column_pair = (group * VALUE_COLUMNS + m_tile * 64 + warp_index * 16 + half * 8) // 2 + lane // 8
-                    if exists:
-                        cute.copy(store, pair, gPairs[None, token, head, column_pair])
+                    taken = cute.arch.shuffle_sync_bfly(row_b if even else row_a, offset=4)
+                    pairs[0, half, m_tile] = (mine if even else taken).to(dtype)
+                    pairs[1, half, m_tile] = (taken if even else mine).to(dtype)
+            token, head, exists = self.locate(block * 8 + (lane % 4) * 2 + (lane // 4) % 2, row_tile)
+            if exists & live:
+                # One address a row; the columns are offsets from it.
+                first = (gO[token, head, None].iterator + column0).align(2 * dtype.width // 8)
+                cute.copy(store, pairs, cute.make_tensor(first, columns))
 
     @cute.jit
     def store_lse(

@@ -81,7 +81,8 @@ class Merge:
         sSums = storage.sums.get_tensor(cute.make_layout((VECTOR, 32, WARPS)))
         sWeights = storage.weights.get_tensor(cute.make_layout((32, WARPS)))
 
-        # Step 1: share out the work. The schedule was complete before the forward started, so it may be read before the wait.
+        # Step 1: let the next kernel queue up, and share out the work. The schedule was complete before the forward started, so it may be read before the wait.
+        cute.arch.griddepcontrol_launch_dependents()
         vectors = mSchedule[0] * (self.rows * ROW_VECTORS)
         lane_log2, warp_log2 = Int32(0), Int32(0)
         if cutlass.const_expr(self.batch_invariant):
@@ -104,24 +105,31 @@ class Merge:
         vector = cutlass.max(cutlass.min(base + column, vectors - 1), 0)
         request, first, pieces = self.split_of(mSchedule, num_ranges, vector)
 
-        # Step 2: the forward's partials. Also where nothing is split: our end must not come before the forward's.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        # Step 2: merge. The first turn is a rehearsal without pieces, before the forward has ended: it brings the code into the instruction
+        # cache, which is worth a microsecond once the partials are there.
+        rehearsal = True
         while base < vectors:
             row = vector // ROW_VECTORS % self.rows
             total = cute.make_rmem_tensor((VECTOR,), Float32)
             maximum, weight = self.add_pieces(
-                mOutPartial, mLsePartial, total, first, pieces, row, vector % ROW_VECTORS, lane, strand, strands
+                mOutPartial, mLsePartial, total, first, Int32(0) if rehearsal else pieces, row, vector % ROW_VECTORS, lane, strand, strands
             )
             weight = self.add_lanes(total, weight, lane_log2)
             if warp_log2 > 0:
                 weight = self.add_warps(sSums, sWeights, total, weight, lane, warp, warp_strand, warp_log2)
             if strand == 0:
-                if base + column < vectors:
+                if (base + column < vectors) & (not rehearsal):
                     self.store(total, maximum, weight, mOut, mLse, request, row, vector % ROW_VECTORS)
-            base += num_ctas * cta_vectors
-            vector = cutlass.min(base + column, vectors - 1)
-            request, first, pieces = self.split_of(mSchedule, num_ranges, vector)
+            if rehearsal:
+                cute.arch.griddepcontrol_wait()
+            else:
+                base += num_ctas * cta_vectors
+                vector = cutlass.min(base + column, vectors - 1)
+                request, first, pieces = self.split_of(mSchedule, num_ranges, vector)
+            rehearsal = False
+
+        # Step 3: also where nothing was to do, our end must not come before the forward's.
+        cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def split_of(self, mSchedule: cute.Tensor, num_ranges: Int32, vector: Int32) -> tuple[Int32, Int32, Int32]:

@@ -30,7 +30,7 @@ from .paged_kv import PageTiling
 FIXED_COST = 2  # what starting a request costs a CTA, in tiles
 WHOLE_SLACK = 16  # ranges may exceed the quantum by this fraction of it where that keeps every request whole
 HEADER_WORDS = 8  # word 0: split requests; the rest is padding
-RANGE_WORDS = 8  # first_request, first_tile, last_request, end_tile, first_slot, last_slot, 2 of padding
+RANGE_WORDS = 8  # first_request, first_tile, last_request, end_tile, first_slot, last_slot, page of first_tile, 1 of padding
 SPLIT_WORDS = 4  # request, first_slot, pieces, 1 of padding
 NO_SLOT = -1
 INVARIANT_PIECES = 32  # at most, of a request cut by its own length

@@ -1,4 +1,4 @@
-"""The schedule on the device: one CTA, once a step, from the lengths that the step has on the device.
+"""The schedule on the device: one CTA, once a step, from the lengths and the block table that the step has on the device.
 
 The arithmetic and its names are those of schedule.py, which says what the numbers mean; `schedule.plan` is the same in Python integers.
 """
@@ -37,11 +37,13 @@ class ScheduleKernel:
         self.batch_invariant = problem.batch_invariant
 
     @cute.jit
-    def __call__(self, mSeqLens: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32, stream: cuda.CUstream) -> None:
-        self.kernel(mSeqLens, mSchedule, num_ranges).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+    def __call__(
+        self, mSeqLens: cute.Tensor, mTable: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32, stream: cuda.CUstream
+    ) -> None:
+        self.kernel(mSeqLens, mTable, mSchedule, num_ranges).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
 
     @cute.kernel
-    def kernel(self, mSeqLens: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32) -> None:
+    def kernel(self, mSeqLens: cute.Tensor, mTable: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32) -> None:
         thread = cute.arch.thread_idx()[0]
         requests = mSeqLens.shape[0]
 
@@ -82,6 +84,16 @@ class ScheduleKernel:
             self.write_invariant_ranges(mSeqLens, mSchedule, sStarts, sWarpSums, requests, num_ranges, quantum, thread)
         else:
             self.write_ranges(mSchedule, sStarts, sSplitsBefore, sWarpSums, sTooLong, requests, num_ranges, quantum, thread)
+
+        # Step 3: the page of each range's first tile. A thread reads what it wrote itself.
+        for index in cutlass.range(thread, num_ranges, THREADS, unroll=1):
+            words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
+            request, tile = words[0], words[1]
+            page = Int32(0)
+            if request <= words[2]:
+                if tile < self.tiling.num_tiles(mSeqLens[request]):
+                    page = mTable[request, self.tiling.first_key(tile) // self.tiling.page_size]
+            words[6] = page
 
     @cute.jit
     def pieces(self, tiles: Int32) -> Int32:
@@ -325,5 +337,6 @@ class ScheduleKernel:
 def fake_arguments() -> tuple[Any, ...]:
     """Arguments for `cute.compile`: batch and number of ranges vary."""
     seq_lens = make_fake_tensor(Int32, (cute.sym_int(),), (1,))
+    table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
     schedule = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
-    return seq_lens, schedule, Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)
+    return seq_lens, table, schedule, Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)

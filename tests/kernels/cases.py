@@ -64,7 +64,9 @@ class Case:
 
     def problem(self, partial_dtype: torch.dtype, **facts: bool) -> DecodeProblem:
         """What the kernels have to be prepared for."""
-        shape = {"query_len": self.query_len, "causal": self.causal, "context": self.context}
+        # One query token sees all of a rank's keys: which rank it is makes no difference, and no other kernel.
+        context = self.context if self.query_len > 1 else WHOLE_CONTEXT
+        shape = {"query_len": self.query_len, "causal": self.causal, "context": context}
         return DecodeProblem(self.num_heads, self.page_size, partial_dtype, kv_dtype=self.kv_cache.dtype, **shape, **facts)
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None, partial_dtype: torch.dtype) -> None:

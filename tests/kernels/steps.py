@@ -48,7 +48,7 @@ class Step:
         return self.out[:-1, :-1, :512]
 
     def plan(self) -> None:
-        self.decoder.schedule(self.case.seq_lens, self.schedule)
+        self.decoder.schedule(self.case.seq_lens, self.case.block_table, self.schedule)
 
     def run(self, **overrides: Any) -> None:
         arguments = {"q": self.case.q, "kv_cache": self.case.kv_cache, "block_table": self.case.block_table, "seq_lens": self.case.seq_lens}

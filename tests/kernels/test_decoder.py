@@ -12,6 +12,7 @@ import torch
 import cases
 from dense_mla import reference
 from dense_mla.decoder import DenseMLADecoder
+from dense_mla.paged_kv import PageTiling
 from dense_mla.problem import DecodeProblem
 from dense_mla.reference import attention, relative_l2
 from dense_mla.schedule import HEADER_WORDS, RANGE_WORDS, SPLIT_WORDS, Schedule, plan
@@ -62,17 +63,29 @@ def test_the_device_plans_what_the_host_plans(page_size: int) -> None:
     batches += [[4096] * 128, [4096] * 132, [4096] * 256, [5000] * 4096, [0] * 4096, [1_048_576]]
     for seq_lens in batches:
         step.schedule.fill_(-7)
-        step.decoder.schedule(torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), step.schedule)
-        assert_same_plan(step.schedule.tolist(), plan(seq_lens, page_size, step.decoder.num_ranges), step.decoder.num_ranges)
+        table = numbered_table(len(seq_lens), -(-max(seq_lens) // page_size))
+        step.decoder.schedule(torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), table, step.schedule)
+        expected = plan(seq_lens, page_size, step.decoder.num_ranges)
+        assert_same_plan(step.schedule.tolist(), expected, step.decoder.num_ranges, seq_lens, PageTiling(page_size), table)
 
 
-def assert_same_plan(words: list[int], expected: Schedule, num_ranges: int) -> None:
+def numbered_table(requests: int, width: int) -> torch.Tensor:
+    """A block table in which every entry is another page."""
+    return torch.arange(requests * (width + 1), dtype=torch.int32, device=DEVICE).view(requests, width + 1)
+
+
+def assert_same_plan(
+    words: list[int], expected: Schedule, num_ranges: int, seq_lens: list[int], tiling: PageTiling, table: torch.Tensor
+) -> None:
+    pages = table.tolist()
     for index, r in enumerate(expected.ranges):
         at = HEADER_WORDS + index * RANGE_WORDS
         first, first_tile, last, end_tile, first_slot, last_slot = words[at : at + 6]
         if r.first_request <= r.last_request:
             assert (first, first_tile, last, end_tile) == (r.first_request, r.first_tile, r.last_request, r.end_tile)
             assert (first_slot, last_slot) == (r.first_slot, r.last_slot)
+            if r.first_tile < tiling.num_tiles(seq_lens[first]):
+                assert words[at + 6] == pages[first][tiling.first_key(r.first_tile) // tiling.page_size]
         else:
             assert last < first, "an idle CTA has no request"
     assert words[0] == len(expected.splits)
@@ -256,7 +269,7 @@ def test_the_second_device_is_used_where_the_tensors_are() -> None:
     schedule = decoder.empty_schedule()
     workspace = torch.empty(decoder.workspace_size(3).total_bytes, dtype=torch.uint8, device=second)
     out = torch.full((3, 12, 512), math.nan, dtype=torch.bfloat16, device=second)
-    decoder.schedule(case.seq_lens, schedule)
+    decoder.schedule(case.seq_lens, case.block_table, schedule)
     decoder.run(case.q, case.kv_cache, case.block_table, case.seq_lens, schedule=schedule, workspace=workspace, out=out, scale=case.scale)
     case.check(out, None, torch.bfloat16)
 

@@ -62,7 +62,7 @@ def test_the_pair_is_accepted(decoder: DenseMLADecoder, arguments: Arguments, la
 
 def test_an_empty_batch_launches_nothing(decoder: DenseMLADecoder, arguments: Arguments, launches: list[str]) -> None:
     empty = {name: arguments[name][:0] for name in ("q", "block_table", "seq_lens", "out", "lse")}
-    decoder.schedule(empty["seq_lens"], arguments["schedule"])
+    decoder.schedule(empty["seq_lens"], empty["block_table"], arguments["schedule"])
     decoder.run(**arguments | empty)
     assert launches == []
 

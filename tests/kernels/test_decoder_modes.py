@@ -10,11 +10,12 @@ import torch
 
 import cases
 from dense_mla.decoder import DenseMLADecoder
+from dense_mla.paged_kv import PageTiling
 from dense_mla.problem import DecodeProblem
 from dense_mla.reference import attention
 from dense_mla.schedule import plan
 from steps import DEVICE, DTYPES, Step, captured, decode
-from test_decoder import assert_same_plan
+from test_decoder import assert_same_plan, numbered_table
 
 pytestmark = pytest.mark.gpu
 
@@ -149,8 +150,10 @@ def test_the_device_plans_invariant_pieces_as_the_host_does() -> None:
     decoder = DenseMLADecoder.prepare(DecodeProblem(12, 64, batch_invariant=True), DEVICE, max_requests=1024)
     schedule = decoder.empty_schedule()
     for lens in ([0], [1], [5000], [40_000, 0, 3, 8191, 8192, 8193] * 20, [1_048_576], [300] * 1024, [0, 0, 5000, 0]):
-        decoder.schedule(torch.tensor(lens, dtype=torch.int32, device=DEVICE), schedule)
-        assert_same_plan(schedule.tolist(), plan(lens, 64, decoder.num_ranges, batch_invariant=True), decoder.num_ranges)
+        table = numbered_table(len(lens), -(-max(lens) // 64))
+        decoder.schedule(torch.tensor(lens, dtype=torch.int32, device=DEVICE), table, schedule)
+        expected = plan(lens, 64, decoder.num_ranges, batch_invariant=True)
+        assert_same_plan(schedule.tolist(), expected, decoder.num_ranges, lens, PageTiling(64), table)
 
 
 @pytest.mark.parametrize("heads", [12, 64])

@@ -150,7 +150,7 @@ class ReferenceDecoder:
 
         return torch.zeros(schedule_words(self.num_ranges, self.max_requests), dtype=torch.int32, device=self.device)
 
-    def schedule(self, seq_lens: torch.Tensor, schedule: torch.Tensor) -> None:
+    def schedule(self, seq_lens: torch.Tensor, block_table: torch.Tensor, schedule: torch.Tensor) -> None:
         self.scheduled.append(seq_lens.tolist())
         schedule[0] = len(self.scheduled)
 
