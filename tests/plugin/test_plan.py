@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_inspection import inspect_in_process  # noqa: F401
 
 from dense_mla import DecodeProblem, workspace_size
 from vllm_dense_mla import cli

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_inspection import inspect_in_process  # noqa: F401
 
 from dense_mla import unsupported_reason
 from vllm_dense_mla.backend import DenseMLABackend
