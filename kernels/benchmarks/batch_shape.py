@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 
 from dense_mla.problem import HEAD_DIM_QK
@@ -12,32 +13,37 @@ BYTES_PER_KEY = HEAD_DIM_QK * 2  # BF16
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Lengths of a batch's requests, in keys, and the label that they were made from."""
+    """Lengths of a batch's requests, in keys, the label that they were made from, and the query tokens of each request."""
 
     label: str
     seq_lens: tuple[int, ...]
+    query_len: int = 1
 
     @classmethod
     def parse(cls, label: str) -> BatchShape:
-        """Read `8x4096`, `mixed:64:32768` (64 requests, uniform from 1 to 32768 keys) or `spike:64:131072:512` (one of 131072 among 63 of 512).
+        """Read `8x4096`, `8x4096q4` (4 query tokens of each request), `mixed:64:32768` (64 requests, uniform from 1 to 32768 keys) or
+        `spike:64:131072:512` (one of 131072 among 63 of 512).
 
         The lengths of a mixed batch depend on its label alone.
 
         Raises:
-            ValueError: anything else, a batch or length below 1 included.
+            ValueError: anything else, a batch or length below 1 and requests shorter than their query tokens included.
         """
-        kind, *texts = label.split(":") if ":" in label else ("uniform", *label.split("x"))
-        expected = {"uniform": 2, "mixed": 2, "spike": 3}
-        if len(texts) != expected.get(kind) or not all(text.isdecimal() and int(text) for text in texts):
-            raise ValueError(f"shape must be BATCHxKEYS, mixed:BATCH:KEYS or spike:BATCH:LONG:SHORT with numbers from 1, got {label!r}")
+        if found := re.fullmatch(r"(\d+)x(\d+)(?:q(\d+))?", label):
+            batch, keys, query_len = (int(text or 1) for text in found.groups())
+            if batch and query_len and keys >= query_len:
+                return cls(label, (keys,) * batch, query_len)
+        kind, *texts = label.split(":")
+        if len(texts) != {"mixed": 2, "spike": 3}.get(kind) or not all(text.isdecimal() and int(text) for text in texts):
+            raise ValueError(
+                f"shape must be BATCHxKEYS, BATCHxKEYSqTOKENS, mixed:BATCH:KEYS or spike:BATCH:LONG:SHORT with numbers from 1, got {label!r}"
+            )
         batch, keys, *rest = map(int, texts)
         if kind == "mixed":
             draw = random.Random(label)
             return cls(label, tuple(draw.randint(1, keys) for _ in range(batch)))
-        if kind == "spike":
-            # In the middle: a schedule that only looks right for a long first or last request shows here.
-            return cls(label, tuple(keys if i == batch // 2 else rest[0] for i in range(batch)))
-        return cls(label, (keys,) * batch)
+        # In the middle: a schedule that only looks right for a long first or last request shows here.
+        return cls(label, tuple(keys if i == batch // 2 else rest[0] for i in range(batch)))
 
     @property
     def batch(self) -> int:

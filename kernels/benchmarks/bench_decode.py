@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the kernels and 
 
 from benchmarks.batch_shape import BatchShape
 from benchmarks.comparison_table import OURS, comparison_table
-from benchmarks.contenders import PARTIAL_DTYPES, Contender, our_contenders, peer_contenders, planned_contender
+from benchmarks.contenders import PARTIAL_DTYPES, Contender, invariant_contender, our_contenders, peer_contenders, planned_contender
 from benchmarks.evidence import EVIDENCE_DIR, DecodeEvidence, collect_facts, write_json
 from benchmarks.graph_timing import LEAST_SAMPLES
-from benchmarks.peers import PEERS
+from benchmarks.peers import PEERS, PEERS_OF_SEVERAL_TOKENS
 from benchmarks.read_ceiling import measure_read_ceiling
 from benchmarks.shape_timing import ShapeTiming
 from dense_mla.problem import DecodeProblem
@@ -35,6 +35,8 @@ from dense_mla.problem import DecodeProblem
 T = TypeVar("T")
 UNIFORM_SHAPES = "1x4096,1x32768,1x131072,8x8192,32x4096,32x16384,128x4096,128x16384"
 UNEVEN_SHAPES = "mixed:64:32768,spike:64:131072:512"
+# Several query tokens: 64 rows of 16 heads, and the price of 8 tokens for 8 heads, beside 1 token of theirs.
+TOKEN_WORK = "16:1x32768q4,16:32x4096q4,8:1x65536,8:1x65536q8"
 MAIN_HEADS = 16
 PLANNED_SHAPES = ("1x4096", "32x4096")  # where a capture for a longer limit would show
 
@@ -51,7 +53,7 @@ def main() -> int:
     evidence = DecodeEvidence(facts, measure_read_ceiling(device))
     print(f"{facts.gpu}, read ceiling {evidence.read_ceiling_GBps:.0f} GB/s", flush=True)
     alive = True
-    for heads, shape in ordered_work(args.heads, args.shapes):
+    for heads, shape in ordered_work(args.heads, args.shapes, args.also):
         if not alive or time.monotonic() > deadline:
             evidence.not_run.append(f"{heads} heads, {shape.label}")
             continue
@@ -67,8 +69,11 @@ def main() -> int:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes = f"{UNIFORM_SHAPES},{UNEVEN_SHAPES}"
-    parser.add_argument("--shapes", type=_list_of(BatchShape.parse), default=shapes, help="BATCHxKEYS, mixed:BATCH:KEYS, spike:BATCH:LONG:SHORT")
+    parser.add_argument(
+        "--shapes", type=_list_of(BatchShape.parse), default=shapes, help="BATCHxKEYS, BATCHxKEYSqTOKENS, mixed:BATCH:KEYS, spike:BATCH:LONG:SHORT"
+    )
     parser.add_argument("--heads", type=_list_of(int), default=str(MAIN_HEADS))
+    parser.add_argument("--also", type=_list_of(_parse_work), default=TOKEN_WORK, help="HEADS:SHAPE beside --heads x --shapes")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--peers", type=_list_of(_one_of(PEERS)), default="FLASHMLA,FLASH_ATTN_MLA,TRITON_MLA")
     parser.add_argument("--partial-dtypes", type=_list_of(_one_of(PARTIAL_DTYPES)), default="bf16,fp32")
@@ -84,15 +89,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.planned_for < 0:
         parser.error(f"--planned-for must be 0 or more, got {args.planned_for}")
     try:
-        for heads in args.heads:
+        for heads in [*args.heads, *(heads for heads, _ in args.also)]:
             DecodeProblem(heads, args.page_size)
+        for shape in [*args.shapes, *(shape for _, shape in args.also)]:
+            DecodeProblem(MAIN_HEADS, args.page_size, query_len=shape.query_len)
     except ValueError as error:
         parser.error(str(error))
     return args
 
 
-def ordered_work(heads: Sequence[int], shapes: Sequence[BatchShape]) -> list[tuple[int, BatchShape]]:
-    """Most important first, because a time limit cuts off the end: 16 heads in uniform batches, 64 and 128 heads there, 16 heads in uneven ones."""
+def ordered_work(heads: Sequence[int], shapes: Sequence[BatchShape], also: Sequence[tuple[int, BatchShape]]) -> list[tuple[int, BatchShape]]:
+    """Most important first, because a time limit cuts off the end: 16 heads in uniform batches, 64 and 128 heads there, 16 heads in uneven ones and
+    what is `also` asked for, the other heads."""
 
     def rank(item: tuple[int, BatchShape]) -> int:
         count, shape = item
@@ -100,14 +108,19 @@ def ordered_work(heads: Sequence[int], shapes: Sequence[BatchShape]) -> list[tup
             return 0 if shape.is_uniform else 2
         return (1 if count in (64, 128) else 3) if shape.is_uniform else 4
 
-    return sorted(itertools.product(heads, shapes), key=rank)
+    work = sorted(itertools.product(heads, shapes), key=rank)
+    first = sum(rank(item) <= 2 for item in work)
+    return [*work[:first], *also, *work[first:]]
 
 
 def contenders_of(args: argparse.Namespace, heads: int, shape: BatchShape) -> list[Contender]:
-    """What is timed at one shape, ours first."""
-    planned = [planned_contender(args.partial_dtypes[0], args.planned_for)]
-    wanted = args.planned_for > shape.context and heads == MAIN_HEADS and shape.label in PLANNED_SHAPES
-    return [*our_contenders(args.partial_dtypes), *(planned if wanted else []), *peer_contenders(args.peers)]
+    """What is timed at one shape, ours first; at 16 heads with what batch invariance and a capture for longer requests cost."""
+    contenders = our_contenders(args.partial_dtypes)
+    if heads == MAIN_HEADS and shape.query_len == 1:
+        contenders.append(invariant_contender(args.partial_dtypes[0]))
+        if args.planned_for > shape.context and shape.label in PLANNED_SHAPES:
+            contenders.append(planned_contender(args.partial_dtypes[0], args.planned_for))
+    return contenders + peer_contenders([name for name in args.peers if shape.query_len == 1 or name in PEERS_OF_SEVERAL_TOKENS])
 
 
 def report(evidence: DecodeEvidence) -> None:
@@ -118,6 +131,13 @@ def report(evidence: DecodeEvidence) -> None:
         print(f"FAILED {failure.kernel} {failure.partial_dtype or ''} {failure.shape}, {failure.heads} heads: {failure.error}")
     for label in evidence.not_run:
         print(f"NOT RUN {label}")
+
+
+def _parse_work(text: str) -> tuple[int, BatchShape]:
+    heads, _, label = text.partition(":")
+    if not heads.isdecimal():
+        raise ValueError(f"work must be HEADS:SHAPE, got {text!r}")
+    return int(heads), BatchShape.parse(label)
 
 
 def _one_of(choices: Collection[str]) -> Callable[[str], str]:

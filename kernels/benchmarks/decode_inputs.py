@@ -22,7 +22,8 @@ SEED = 20
 
 @dataclass(frozen=True, eq=False)
 class DecodeInputs:
-    """Inputs of one shape. `caches` is `[layers, pages, page_size, 576]`, `q` `[requests, heads, 576]`, both unit Gaussian BF16."""
+    """Inputs of one shape. `caches` is `[layers, pages, page_size, 576]`, `q` `[R, heads, 576]`, both unit Gaussian BF16; R = requests x query
+    tokens, those of a request together."""
 
     shape: BatchShape
     q: torch.Tensor
@@ -43,7 +44,7 @@ class DecodeInputs:
         block_table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
         for row, ids in zip(block_table, torch.split(torch.randperm(sum(pages)), list(pages))):
             row[: len(ids)] = ids
-        q = torch.randn(shape.batch, heads, HEAD_DIM_QK, device=device).bfloat16()
+        q = torch.randn(shape.batch * shape.query_len, heads, HEAD_DIM_QK, device=device).bfloat16()
         seq_lens = torch.tensor(shape.seq_lens, dtype=torch.int32, device=device)
         return cls(shape, q, caches, block_table.to(device), seq_lens)
 
@@ -51,6 +52,11 @@ class DecodeInputs:
     def heads(self) -> int:
         """Query heads."""
         return self.q.shape[1]
+
+    @property
+    def query_len(self) -> int:
+        """Query tokens of each request."""
+        return self.shape.query_len
 
     @property
     def page_size(self) -> int:
@@ -63,18 +69,23 @@ class DecodeInputs:
         return num_calls(len(self.caches), self.shape.kv_bytes)
 
     def empty_outputs(self) -> torch.Tensor:
-        """An output for every layer, `[layers, requests, heads, 512]`, poisoned with NaN."""
-        shape = (len(self.caches), self.shape.batch, self.heads, HEAD_DIM_V)
+        """An output for every layer, `[layers, R, heads, 512]`, poisoned with NaN."""
+        shape = (len(self.caches), len(self.q), self.heads, HEAD_DIM_V)
         return torch.full(shape, float("nan"), dtype=self.q.dtype, device=self.q.device)
 
     def reference(self, layer: int) -> torch.Tensor:
-        """softmax(q K^T scale) V of one layer in FP64, `[requests, heads, 512]`. A request at a time: one of 131,072 keys is 0.6 GB."""
-        out = torch.empty(self.shape.batch, self.heads, HEAD_DIM_V, dtype=torch.float64, device=self.q.device)
+        """softmax(q K^T scale) V of one layer in FP64, `[R, heads, 512]`. A request at a time: one of 131,072 keys is 0.6 GB.
+
+        Query token t of a request sees its first `length - query_len + 1 + t` keys.
+        """
+        out = torch.empty(len(self.q), self.heads, HEAD_DIM_V, dtype=torch.float64, device=self.q.device)
         for request, length in enumerate(self.shape.seq_lens):
             pages = self.block_table[request, : -(-length // self.page_size)].long()
             keys = self.caches[layer][pages].flatten(0, 1)[:length].double()
-            weights = (self.q[request].double() @ keys.T * self.scale).softmax(dim=-1)
-            out[request] = weights @ keys[:, :HEAD_DIM_V]
+            for token in range(self.query_len):
+                row, visible = request * self.query_len + token, keys[: length - self.query_len + 1 + token]
+                weights = (self.q[row].double() @ visible.T * self.scale).softmax(dim=-1)
+                out[row] = weights @ visible[:, :HEAD_DIM_V]
         return out
 
 
@@ -97,7 +108,7 @@ def num_calls(caches: int, call_bytes: int) -> int:
 
 
 def worst_relative_l2(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest ||out - reference|| / ||reference|| of a request; NaN if any element is NaN.
+    """Largest ||out - reference|| / ||reference|| of a request's query token; NaN if any element is NaN.
 
     By request, because outputs of long requests are small: a broken one would not show beside the short ones of its batch.
     """

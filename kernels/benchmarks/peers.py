@@ -33,11 +33,12 @@ def flashmla(inputs: DecodeInputs) -> Call:
     supported, reason = is_flashmla_dense_supported()
     if not supported:
         raise RuntimeError(reason)
-    metadata, _ = get_mla_metadata(inputs.seq_lens, inputs.heads, 1, is_fp8_kvcache=False)
+    metadata, _ = get_mla_metadata(inputs.seq_lens, inputs.heads * inputs.query_len, 1, is_fp8_kvcache=False)
+    tokens = (inputs.shape.batch, inputs.query_len)
 
     def call(kv_cache: torch.Tensor, out: torch.Tensor) -> None:
         flash_mla_with_kvcache(
-            q=inputs.q.unsqueeze(1),
+            q=inputs.q.unflatten(0, tokens),
             k_cache=kv_cache.unsqueeze(-2),
             block_table=inputs.block_table,
             cache_seqlens=inputs.seq_lens,
@@ -46,7 +47,7 @@ def flashmla(inputs: DecodeInputs) -> Call:
             softmax_scale=inputs.scale,
             causal=True,
             is_fp8_kvcache=False,
-            out=out.unsqueeze(1),
+            out=out.unflatten(0, tokens),
         )
 
     return call
@@ -60,10 +61,10 @@ def flash_attn_mla(inputs: DecodeInputs) -> Call:
     if not flash_attn_supports_mla():
         raise RuntimeError("FlashAttention 3 with MLA is not supported here")
     max_splits = AttentionConfig().flash_attn_max_num_splits_for_cuda_graph
-    cu_query_lens = torch.arange(inputs.shape.batch + 1, dtype=torch.int32, device=inputs.q.device)
+    cu_query_lens = torch.arange(inputs.shape.batch + 1, dtype=torch.int32, device=inputs.q.device) * inputs.query_len
     schedule = get_scheduler_metadata(
         batch_size=inputs.shape.batch,
-        max_seqlen_q=1,
+        max_seqlen_q=inputs.query_len,
         max_seqlen_k=inputs.shape.context,
         num_heads_q=inputs.heads,
         num_heads_kv=1,
@@ -84,7 +85,7 @@ def flash_attn_mla(inputs: DecodeInputs) -> Call:
             k=kv_cache[..., HEAD_DIM_V:].unsqueeze(-2),
             v=kv_cache[..., :HEAD_DIM_V].unsqueeze(-2),
             q_v=q_latent,
-            max_seqlen_q=1,
+            max_seqlen_q=inputs.query_len,
             cu_seqlens_q=cu_query_lens,
             max_seqlen_k=inputs.shape.context,
             seqused_k=inputs.seq_lens,
@@ -107,6 +108,7 @@ def triton_mla(inputs: DecodeInputs) -> Call:
     from vllm.v1.attention.backends.mla.triton_mla import _compute_num_kv_splits
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
+    _require_one_query_token("TRITON_MLA", inputs)
     splits = _compute_num_kv_splits(inputs.shape.context, current_platform.num_compute_units())
     batch, heads, device = inputs.shape.batch, inputs.heads, inputs.q.device
     logits = torch.empty(batch, heads, splits, HEAD_DIM_V + 1, dtype=torch.float32, device=device)
@@ -141,6 +143,7 @@ def flashinfer(inputs: DecodeInputs) -> Call:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
     except ImportError as error:
         raise RuntimeError(f"FlashInfer is not installed: {error}") from error
+    _require_one_query_token("FLASHINFER", inputs)
     batch, device = inputs.shape.batch, inputs.q.device
     pages = inputs.shape.pages(inputs.page_size)
     ends = torch.tensor((0, *pages), device=device).cumsum(0).int()
@@ -178,9 +181,15 @@ def flashinfer(inputs: DecodeInputs) -> Call:
     return call
 
 
+def _require_one_query_token(name: str, inputs: DecodeInputs) -> None:
+    if inputs.query_len != 1:
+        raise ValueError(f"{name} is timed with 1 query token of each request, got {inputs.query_len}")
+
+
 PEERS: dict[str, Callable[[DecodeInputs], Call]] = {
     "FLASHMLA": flashmla,
     "FLASH_ATTN_MLA": flash_attn_mla,
     "TRITON_MLA": triton_mla,
     "FLASHINFER": flashinfer,
 }
+PEERS_OF_SEVERAL_TOKENS = ("FLASHMLA", "FLASH_ATTN_MLA")

@@ -70,7 +70,7 @@ def read(root: Path, name: str) -> dict[str, Any] | None:
 
 def readme_block(evidence: dict[str, Any]) -> str:
     """The README's table: the shapes at 16 heads, and where the rest is."""
-    rows = decode_rows(evidence)
+    rows = [row for row in decode_rows(evidence) if row.query_len == 1]
     lines = [
         f"Microseconds of one layer's decode, forward and merge, on one {evidence['gpu']}: {MAIN_HEADS} query heads, BF16 KV cache, "
         f"pages of {rows[0].page_size}.",
@@ -142,12 +142,22 @@ def findings(rows: Sequence[DecodeRow]) -> list[str]:
     if costs:
         cost, worst = max(costs, key=lambda item: item[0])
         lines.append(f"- FP32 partials cost {cost:+.1%} over BF16 at most, in {worst.shape} at {worst.heads} heads.")
-    for row in rows:
-        ordinary = next((other for other in rows if (other.kernel, other.heads, other.shape) == (OURS, row.heads, row.shape)), None)
-        if row.kernel == f"{OURS}+planned" and ordinary:
-            ratio = row.us / ordinary.us
-            lines.append(f"- Captured for requests of {row.planned_for:,} keys, {row.shape} takes {ratio:.3f} of the time of a capture of its own.")
-    return lines
+    return lines + [line for row in rows if (line := finding_of(row, rows))]
+
+
+def finding_of(row: DecodeRow, rows: Sequence[DecodeRow]) -> str | None:
+    """A row beside DENSE_MLA's ordinary one: captured for more keys, batch-invariant, or several query tokens beside one; None for any other."""
+
+    def ordinary(shape: str) -> float | None:
+        return next((other.us for other in rows if (other.kernel, other.heads, other.shape) == (OURS, row.heads, shape)), None)
+
+    if row.kernel == f"{OURS}+planned" and (us := ordinary(row.shape)):
+        return f"- Captured for requests of {row.planned_for:,} keys, {row.shape} takes {row.us / us:.3f} of the time of a capture of its own."
+    if row.kernel == f"{OURS}+invariant" and (us := ordinary(row.shape)):
+        return f"- Batch-invariant, {row.shape} takes {row.us / us:.3f} of the time of the balanced schedule."
+    if row.query_len > 1 and (row.kernel, row.partial_dtype) == (OURS, "bf16") and (us := ordinary(row.shape.split("q")[0])):
+        return f"- {row.query_len} query tokens of {row.heads} heads at {row.shape.split('q')[0]} take {row.us / us:.2f} of the time of 1."
+    return None
 
 
 def table(shapes: dict[str, list[DecodeRow]]) -> list[str]:
@@ -178,7 +188,7 @@ def decode_rows(evidence: dict[str, Any]) -> list[DecodeRow]:
 
 def chart_rows(evidence: dict[str, Any]) -> list[DecodeRow]:
     """What the chart shows: our first partial dtype, and the peers."""
-    groups = by_shape(decode_rows(evidence), MAIN_HEADS).values()
+    groups = by_shape([row for row in decode_rows(evidence) if row.query_len == 1], MAIN_HEADS).values()
     return [row for group in groups for row in group if row is ours_of(group) or (row.kernel != OURS and row.kernel in COLORS)]
 
 

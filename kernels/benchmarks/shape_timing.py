@@ -26,7 +26,7 @@ class WrongAnswerError(Exception):
 
 @dataclass(frozen=True)
 class CapturedDecode:
-    """A contender's calls at one shape as a graph, and the outputs that it writes, `[layers, requests, heads, 512]`."""
+    """A contender's calls at one shape as a graph, and the outputs that it writes, `[layers, R, heads, 512]`."""
 
     contender: Contender
     graph: torch.cuda.CUDAGraph
@@ -121,7 +121,7 @@ class ShapeTiming:
             kernel=contender.kernel,
             shape=shape.label,
             heads=inputs.heads,
-            query_len=1,
+            query_len=inputs.query_len,
             batch=shape.batch,
             context=shape.context,
             keys=shape.keys,

@@ -11,6 +11,12 @@ def test_uniform() -> None:
     assert (shape.batch, shape.context, shape.keys, shape.kv_bytes) == (8, 4096, 32768, 32768 * 1152)
 
 
+def test_several_query_tokens() -> None:
+    shape = BatchShape.parse("8x4096q4")
+    assert (shape.seq_lens, shape.query_len, shape.kv_bytes) == ((4096,) * 8, 4, 32768 * 1152)
+    assert BatchShape.parse("8x4096").query_len == 1
+
+
 def test_mixed_is_the_same_every_time_and_covers_its_range() -> None:
     shape = BatchShape.parse("mixed:64:32768")
     assert shape.seq_lens == BatchShape.parse("mixed:64:32768").seq_lens
@@ -30,7 +36,25 @@ def test_pages_round_up() -> None:
     assert BatchShape("", (1, 64, 65, 128)).pages(64) == (1, 1, 2, 2)
 
 
-REFUSED = ["", "8", "8x", "0x64", "8x0", "8x-1", "8x4x2", "8:64", "mixed:8", "mixed:0:64", "spike:8:64", "spike:4:9:0", "even:8:64"]
+REFUSED = [
+    "",
+    "8",
+    "8x",
+    "0x64",
+    "8x0",
+    "8x-1",
+    "8x4x2",
+    "8:64",
+    "mixed:8",
+    "mixed:0:64",
+    "spike:8:64",
+    "spike:4:9:0",
+    "even:8:64",
+    "8x4q5",
+    "8x64q0",
+    "8x64q",
+    "mixed:8:64q2",
+]
 
 
 @pytest.mark.parametrize("label", REFUSED)

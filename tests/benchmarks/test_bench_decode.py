@@ -191,11 +191,11 @@ def test_defaults_are_the_eight_shapes_and_two_uneven_ones_in_both_dtypes_beside
 
 
 def test_the_most_important_shapes_come_first() -> None:
-    args = parse_arguments(["--heads", "8,16,64,128", "--shapes", "mixed:4:100,1x4096,8x8192"])
-    assert [(heads, shape.label) for heads, shape in ordered_work(args.heads, args.shapes)] == [
+    args = parse_arguments(["--heads", "8,16,64,128", "--shapes", "mixed:4:100,1x4096,8x8192", "--also", "8:1x64q8"])
+    assert [(heads, shape.label) for heads, shape in ordered_work(args.heads, args.shapes, args.also)] == [
         (16, "1x4096"), (16, "8x8192"),
         (64, "1x4096"), (64, "8x8192"), (128, "1x4096"), (128, "8x8192"),
-        (16, "mixed:4:100"),
+        (16, "mixed:4:100"), (8, "1x64q8"),
         (8, "1x4096"), (8, "8x8192"),
         (8, "mixed:4:100"), (64, "mixed:4:100"), (128, "mixed:4:100"),
     ]  # fmt: skip
@@ -209,6 +209,14 @@ def test_the_longer_capture_is_timed_beside_the_others(arguments: list[str], hea
     contenders = contenders_of(parse_arguments(arguments), heads, BatchShape.parse(shape))
     assert [contender.planned_for for contender in contenders if contender.kernel == "dense_mla+planned"] == planned
     assert contenders[0].kernel == "dense_mla" and contenders[-1].kernel == "TRITON_MLA"
+    assert [contender.kernel for contender in contenders].count("dense_mla+invariant") == (heads == 16)
+
+
+def test_several_query_tokens_are_timed_beside_the_peers_that_take_them() -> None:
+    args = parse_arguments([])
+    assert [(heads, shape.label, shape.query_len) for heads, shape in args.also][-2:] == [(8, "1x65536", 1), (8, "1x65536q8", 8)]
+    names = [contender.kernel for contender in contenders_of(args, 8, BatchShape.parse("1x65536q8"))]
+    assert names == ["dense_mla", "dense_mla", "dense_mla+schedule", "FLASHMLA", "FLASH_ATTN_MLA"]
 
 
 @pytest.mark.parametrize(
@@ -220,6 +228,8 @@ def test_the_longer_capture_is_timed_beside_the_others(arguments: list[str], hea
         (["--heads", "16,200"], "num_heads must be from 1 to 128, got 200"),
         (["--page-size", "24"], "page_size must be a positive multiple of 16, got 24"),
         (["--replays", "5"], "--replays must be at least 20, got 5"),
+        (["--also", "1x65536"], "work must be HEADS:SHAPE, got '1x65536'"),
+        (["--shapes", "1x4096q32"], "query_len must be from 1 to 16, got 32"),
         (["--planned-for", "-1"], "--planned-for must be 0 or more, got -1"),
     ],
 )

@@ -58,3 +58,13 @@ def test_worst_request_is_reported_even_beside_large_ones() -> None:
     assert worst_relative_l2(out.float(), reference) == pytest.approx(0.5, rel=1e-5)
     out[0, 0, 0] = float("nan")
     assert worst_relative_l2(out, reference) != worst_relative_l2(out, reference)
+
+
+def test_each_query_token_sees_the_keys_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_inputs, "num_caches", lambda cache_bytes: 2)
+    inputs = DecodeInputs.random(BatchShape.parse("2x70q3"), 2, 64, torch.device("cpu"))
+    assert inputs.q.shape == (6, 2, 576) and inputs.empty_outputs().shape == (2, 6, 2, 512)
+    out = inputs.reference(0)
+    for row, visible in enumerate((68, 69, 70, 68, 69, 70)):
+        alone = DecodeInputs(BatchShape("alone", (visible,)), inputs.q[row : row + 1], inputs.caches, inputs.block_table[row // 3 :], inputs.seq_lens)
+        torch.testing.assert_close(out[row], alone.reference(0)[0])

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import decode_inputs
 from benchmarks.batch_shape import BatchShape
-from benchmarks.contenders import our_contenders, planned_contender
+from benchmarks.contenders import invariant_contender, our_contenders, planned_contender
 from benchmarks.decode_inputs import DecodeInputs
 from benchmarks.peers import PEERS
 
@@ -81,6 +81,28 @@ def test_flashmla(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None
     assert call["k_cache"].shape == (65 + 1, PAGE_SIZE, 1, 576) and call["k_cache"].data_ptr() == inputs.caches[1].data_ptr()
     assert call["out"].shape == (BATCH, 1, HEADS, 512) and call["out"].is_contiguous() and call["out"].data_ptr() == out.data_ptr()
     assert (call["tile_scheduler_metadata"], call["head_dim_v"], call["softmax_scale"]) == (metadata, 512, 192**-0.5)
+
+
+@pytest.mark.parametrize("peer", ["TRITON_MLA", "FLASHINFER"])
+def test_peers_of_one_query_token_say_so(peer: str, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_module(monkeypatch, "flashinfer.mla", BatchMLAPagedAttentionWrapper=object)
+    several = DecodeInputs(BatchShape("2 requests", (CONTEXT, 100), 2), inputs.q.repeat(2, 1, 1), inputs.caches, inputs.block_table, inputs.seq_lens)
+    with pytest.raises(ValueError, match=f"{peer} is timed with 1 query token of each request, got 2"):
+        PEERS[peer](several)
+
+
+def test_flashmla_takes_several_query_tokens(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, planned, calls = installed("vllm", "third_party/flashmla/flash_mla_interface.py"), [], []
+    stub_module(
+        monkeypatch,
+        "vllm.v1.attention.ops.flashmla",
+        flash_mla_with_kvcache=stand_in(source, "flash_mla_with_kvcache", None, calls),
+        get_mla_metadata=stand_in(source, "get_mla_metadata", (object(), None), planned),
+        is_flashmla_dense_supported=lambda: (True, None),
+    )
+    several = DecodeInputs(BatchShape("2 requests", (CONTEXT, 100), 2), inputs.q.repeat(2, 1, 1), inputs.caches, inputs.block_table, inputs.seq_lens)
+    out = run_once("FLASHMLA", several)
+    assert calls[0]["q"].shape == (BATCH, 2, HEADS, 576) and calls[0]["out"].data_ptr() == out.data_ptr()
 
 
 def test_flashmla_refuses_other_pages(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +178,8 @@ def test_an_uninstalled_peer_says_so(inputs: DecodeInputs, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("kernel", "schedules", "limit"), [("dense_mla", 1, CONTEXT), ("dense_mla+schedule", 3, CONTEXT), ("dense_mla+planned", 1, 2**20)]
+    ("kernel", "schedules", "limit"),
+    [("dense_mla", 1, CONTEXT), ("dense_mla+schedule", 3, CONTEXT), ("dense_mla+planned", 1, 2**20), ("dense_mla+invariant", 1, CONTEXT)],
 )
 def test_dense_mla(kernel: str, schedules: int, limit: int, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder_module = pytest.importorskip("dense_mla.decoder")
@@ -173,7 +196,7 @@ def test_dense_mla(kernel: str, schedules: int, limit: int, inputs: DecodeInputs
     fake = type(name, (), methods)
     fake.prepare = classmethod(stand_in(source, "prepare", fake(), prepared, name))  # type: ignore[attr-defined]
     monkeypatch.setattr(decoder_module, name, fake)
-    contender = next(c for c in [*our_contenders(["fp32"]), planned_contender("fp32", 2**20)] if c.kernel == kernel)
+    contender = next(c for c in [*our_contenders(["fp32"]), planned_contender("fp32", 2**20), invariant_contender("fp32")] if c.kernel == kernel)
     call, outs = contender.prepare(inputs), inputs.empty_outputs()
     for layer in (0, 1):
         call(inputs.caches[layer], outs[layer])
@@ -181,6 +204,7 @@ def test_dense_mla(kernel: str, schedules: int, limit: int, inputs: DecodeInputs
     assert len(planned) == schedules and len(calls) == 2
     assert calls[1]["kv_cache"].data_ptr() == inputs.caches[1].data_ptr() and calls[1]["out"].data_ptr() == outs[1].data_ptr()
     assert calls[1]["schedule"].data_ptr() == planned[0]["schedule"].data_ptr()
+    assert prepared[0]["problem"].batch_invariant == (kernel == "dense_mla+invariant")
     assert calls[1]["max_seq_len"] == limit and calls[1]["block_table"].shape == (BATCH, limit // PAGE_SIZE)
     assert torch.equal(calls[1]["block_table"][:, : CONTEXT // PAGE_SIZE], inputs.block_table)
     assert calls[1]["workspace"].numel() == 2000 and calls[1]["workspace"].view(torch.float32).isnan().all()

@@ -30,6 +30,8 @@ def decode_rows() -> list[DecodeRow]:
         replace(ROW, kernel="FLASH_ATTN_MLA", partial_dtype=None, us=14.0, GBps=337.0),
         replace(ROW, shape="8x8192", us=25.0, GBps=3019.9, floor_us=20.0),
         replace(ROW, shape="8x8192", us=24.0, kernel="FLASHMLA", partial_dtype=None, floor_us=20.0),
+        replace(ROW, kernel="dense_mla+invariant", shape="8x8192", us=27.5, floor_us=20.0),
+        replace(ROW, shape="1x4096q8", query_len=8, us=9.1),
         replace(ROW, heads=128, us=9.0),
     ]
 
@@ -81,7 +83,9 @@ def test_decode_evidence_becomes_block_page_and_chart(project: Path) -> None:
     assert "- Faster than the fastest peer in 1 of 2 cases: not in 8x8192 at 16 heads (0.96)." in page
     assert "- FP32 partials cost +2.0% over BF16 at most, in 1x4096 at 16 heads." in page
     assert "- Captured for requests of 1,048,576 keys, 1x4096 takes 1.030 of the time of a capture of its own." in page
-    assert "| 1x4096 | 1.1 | 7.0 | 7.1 | 7.2 | 21.0 | 14.0 | 2.00 | 15% | 1980 |" in page
+    assert "| 1x4096 | 1.1 | 7.0 | 7.1 | 7.2 | 21.0 | 14.0 | - | 2.00 | 15% | 1980 |" in page
+    assert "- Batch-invariant, 8x8192 takes 1.100 of the time of the balanced schedule." in page
+    assert "- 8 query tokens of 16 heads at 1x4096 take 1.30 of the time of 1." in page and "1x4096q8" not in readme
     assert "### 128 heads" in page and "- Not run: 8 heads, 1x4096." in page
     assert "- TRITON_MLA has no time at 16 heads, 1x4096: RuntimeError: a   b" in page
     tree = ElementTree.fromstring(chart)
