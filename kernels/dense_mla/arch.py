@@ -1,25 +1,56 @@
-"""Which GPUs have kernels. The only place that compares compute capabilities."""
+"""Which GPUs have kernels, and which one runs. The only place that compares compute capabilities."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    from .forward_sm90 import ForwardSm90
+from .problem import DecodeProblem
 
-_TARGETS = {(9, 0): "sm_90a"}
+WIDE_ROWS = 32  # rows of a CTA above which the Hopper kernel for many rows is the faster one
+KERNELS = ("sm90", "sm80")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the kernels have to know of a compute capability.
+
+    Attributes:
+        target: what to compile for.
+        shared_memory_limit: bytes that a CTA may have.
+        dependent_launch: whether there is griddepcontrol.
+    """
+
+    target: str
+    shared_memory_limit: int
+    dependent_launch: bool
+
+
+HOPPER = (9, 0)
+ARCHITECTURES = {
+    (8, 0): Architecture("sm_80", 166_912, False),
+    (8, 6): Architecture("sm_86", 101_376, False),
+    (8, 7): Architecture("sm_87", 166_912, False),
+    (8, 9): Architecture("sm_89", 101_376, False),
+    HOPPER: Architecture("sm_90a", 232_448, True),
+    (10, 0): Architecture("sm_100a", 232_448, True),
+    (10, 3): Architecture("sm_103a", 232_448, True),
+    (11, 0): Architecture("sm_110a", 232_448, True),
+    (12, 0): Architecture("sm_120a", 101_376, True),
+    (12, 1): Architecture("sm_121a", 101_376, True),
+}
 
 
 def unsupported_reason(capability: tuple[int, int]) -> str | None:
     """Why there is no kernel for a compute capability, or None where there is one."""
-    if capability in _TARGETS:
+    if capability in ARCHITECTURES:
         return None
-    supported = ", ".join(f"{major}.{minor}" for major, minor in _TARGETS)
-    return f"compute capability {capability[0]}.{capability[1]} has no dense MLA kernel; supported: {supported} (H100, H200)"
+    supported = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
+    return f"compute capability {capability[0]}.{capability[1]} has no dense MLA kernel; supported: {supported}"
 
 
-def compile_target(capability: tuple[int, int]) -> str:
-    """Architecture name to compile for.
+def architecture(capability: tuple[int, int]) -> Architecture:
+    """Facts of a supported capability.
 
     Raises:
         ValueError: no kernel for this capability.
@@ -27,12 +58,46 @@ def compile_target(capability: tuple[int, int]) -> str:
     reason = unsupported_reason(capability)
     if reason is not None:
         raise ValueError(reason)
-    return _TARGETS[capability]
+    return ARCHITECTURES[capability]
 
 
-def forward_class(capability: tuple[int, int]) -> type[ForwardSm90]:
-    """The forward kernel of a supported capability. Imports CuTe."""
-    compile_target(capability)
+def compile_target(capability: tuple[int, int]) -> str:
+    """Architecture name to compile for; ValueError where there is no kernel."""
+    return architecture(capability).target
+
+
+def forward_class(capability: tuple[int, int], problem: DecodeProblem | None = None, kernel: str | None = None) -> type[Any]:
+    """The forward kernel's class. Imports CuTe.
+
+    Args:
+        problem: decides between the Hopper kernels; without one, the class for a few rows.
+        kernel: "sm80" forces the portable kernel on a Hopper GPU; by default each GPU runs the fastest that it has.
+
+    Raises:
+        ValueError: no kernel for this capability, or no such kernel on it.
+    """
+    architecture(capability)
+    if kernel not in (None, *KERNELS):
+        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel}")
+    if kernel == "sm90" and capability != HOPPER:
+        raise ValueError(f"kernel sm90 needs compute capability 9.0, got {capability[0]}.{capability[1]}")
+    if kernel == "sm80" or capability != HOPPER:
+        from .forward_sm80 import ForwardSm80
+
+        return ForwardSm80
+    if problem is not None and problem.tile_rows > WIDE_ROWS:
+        from .forward_sm90_wide import ForwardSm90Wide
+
+        return ForwardSm90Wide
     from .forward_sm90 import ForwardSm90
 
     return ForwardSm90
+
+
+def build_forward(capability: tuple[int, int], problem: DecodeProblem, kernel: str | None = None) -> Any:
+    """The forward kernel of a problem, not compiled; ValueError as `forward_class`, or where its tile does not fit the shared memory."""
+    facts = architecture(capability)
+    forward = forward_class(capability, problem, kernel)
+    if forward.__name__ == "ForwardSm80":
+        return forward(problem, facts.shared_memory_limit, facts.dependent_launch)
+    return forward(problem)

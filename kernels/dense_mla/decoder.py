@@ -25,19 +25,22 @@ class DenseMLADecoder:
         self.device = device
         self.max_requests = max_requests
         self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        self.num_ranges = problem.num_ranges(self.sm_count)
+        self.num_ranges = max(self.sm_count // kernels.row_tiles, 1)
         self._schedule_words = schedule_words(self.num_ranges, max_requests, problem.batch_invariant)
         self._merge_ctas = MERGE_CTAS_PER_SM * self.sm_count
         self._kernels = kernels
 
     @classmethod
-    def prepare(cls, problem: DecodeProblem, device: torch.device, *, max_requests: int) -> DenseMLADecoder:
+    def prepare(
+        cls, problem: DecodeProblem, device: torch.device, *, max_requests: int, kernel: str | None = None
+    ) -> DenseMLADecoder:
         """Compiles and loads everything that `schedule` and `run` launch.
 
         Args:
             problem: what is static. Compiled once per problem and device, about 5 seconds; later calls share it.
             device: a CUDA device with a supported compute capability.
             max_requests: the largest batch that will be run, 1 to 4096.
+            kernel: "sm80" forces the portable kernel on a Hopper GPU; by default each GPU runs the fastest that it has.
 
         Raises:
             ValueError: an unsupported device or a batch out of range.
@@ -48,7 +51,7 @@ class DenseMLADecoder:
         if device.type != "cuda":
             raise ValueError(f"device must be a CUDA device, got {device}")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        decoder = cls(problem, device, max_requests, prepared_kernels(problem, device))
+        decoder = cls(problem, device, max_requests, prepared_kernels(problem, device, kernel))
         if not torch.cuda.is_current_stream_capturing():
             decoder._load()
         return decoder
@@ -244,7 +247,8 @@ class DenseMLADecoder:
                 f"workspace must be contiguous uint8 of at least {needed} bytes for {requests} requests, aligned to {ALIGNMENT}, "
                 f"got shape {tuple(workspace.shape)} at an address {workspace.data_ptr() % ALIGNMENT} past a multiple"
             )
-        return workspace_views(self.problem, workspace, max_slots(requests, self.num_ranges, self.problem.batch_invariant))
+        slots = max_slots(requests, self.problem.num_ranges(self.sm_count), self.problem.batch_invariant)
+        return workspace_views(self.problem, workspace, slots)
 
 
 def _check_alignment(name: str, tensor: torch.Tensor) -> None:

@@ -5,8 +5,8 @@
 
 N = query rows of the CTA, a multiple of 8, so that 12 heads cost 16 columns of the tensor core and not 64 rows.
 
-One warp loads K tiles by TMA, one loads Q; two consumer warpgroups own 256 value columns each. Up to 32 rows, the warpgroups split the
-score product by columns of K and add the halves through shared memory; above, they split it by rows and share P.
+One warp loads K tiles by TMA, one loads Q; two consumer warpgroups own 256 value columns each. They split the score product by columns of K
+and add the halves through shared memory. More than 32 rows a CTA: forward_sm90_wide.py.
 
 A request that lies in one range goes straight to `out` (and natural-log `lse`); a piece of a split one goes to its partial slot,
 normalised by its own sum, with a base-2 LSE. A request without keys gets out 0 and LSE -inf.
@@ -24,14 +24,12 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from . import softmax
 from .named_barrier import NamedBarrierSm90
-from .paged_kv import PageTiling
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
-from .schedule import HEADER_WORDS, INVARIANT_PIECES, NO_SLOT, RANGE_WORDS, invariant_piece_tiles
+from .request_walk import CHUNK, CHUNKS, RequestWalk, k_major, query_box
+from .schedule import HEADER_WORDS, NO_SLOT, RANGE_WORDS
 from .special_register import pinned_lane_index
 from .torch_types import cutlass_dtype
 
-CHUNK = 64  # columns of K that one barrier and one swizzled TMA box cover: 128 bytes
-CHUNKS = HEAD_DIM_QK // CHUNK
 K_STAGES = 2  # 72 KiB each
 CONSUMERS = 2  # warpgroups
 VALUE_COLUMNS = HEAD_DIM_V // CONSUMERS
@@ -43,25 +41,11 @@ LN2 = math.log(2.0)
 CHUNK_ORDER = (8, 0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def k_major(dtype: Any, rows: int, columns: int, stages: int | None = None) -> Any:
-    """Shared-memory layout of a K-major operand in 128-byte swizzled blocks, as TMA boxes of 64 columns write it."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    if stages is None:
-        return cute.tile_to_shape(atom, (rows, columns), (0, 1))
-    return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))
-
-
-def mn_major(dtype: Any, rows: int, atom_rows: int, copies: int) -> Any:
-    """Shared-memory layout of P, [rows, 64 keys, copies] with rows contiguous; the swizzle atom must divide `atom_rows`."""
+def mn_major(dtype: Any, rows: int, copies: int) -> Any:
+    """Shared-memory layout of P, [rows, 64 keys, copies] with rows contiguous, in the widest swizzle that divides them."""
     kinds = warpgroup.SmemLayoutAtomKind
-    kind = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32, 8: kinds.MN_INTER}[math.gcd(atom_rows, 64)]
+    kind = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32, 8: kinds.MN_INTER}[math.gcd(rows, 64)]
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, TILE_KEYS, copies), (1, 0, 2))
-
-
-def query_box(dtype: Any, heads: int, tokens: int) -> Any:
-    """One TMA box of Q, [heads, tokens, 64 columns]: rows token x heads + head of a K-major chunk, whatever their number."""
-    swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype).inner
-    return cute.make_composed_layout(swizzle, 0, cute.make_layout((heads, tokens, CHUNK), stride=(CHUNK, CHUNK * heads, 1)))
 
 
 def transposed(tensor: Any) -> Any:
@@ -69,19 +53,12 @@ def transposed(tensor: Any) -> Any:
     return cute.composition(tensor, cute.make_ordered_layout((tensor.shape[1], tensor.shape[0]), order=(1, 0)))
 
 
-class ForwardSm90:
-    """The forward kernel of one problem. Construction takes compile-time facts only."""
+class ForwardSm90(RequestWalk):
+    """The forward kernel of one problem with up to 32 rows a CTA. Construction takes compile-time facts only."""
 
     def __init__(self, problem: DecodeProblem):
-        self.problem = problem
-        self.dtype = cutlass_dtype(problem.kv_dtype)
-        self.tile_rows = problem.tile_rows
-        self.row_tiles = problem.row_tiles
-        self.tiling = PageTiling(problem.page_size)
-        # Split by rows, P must be whole before either warpgroup may use it; split by columns, each has its own copy of everything.
-        self.split_rows = self.tile_rows > 32
-        self.score_rows = self.tile_rows // CONSUMERS if self.split_rows else self.tile_rows
-        self.p_copies = 1 if self.split_rows else CONSUMERS
+        super().__init__(problem)
+        self.score_rows = self.tile_rows  # that a warpgroup has scores of
         self.q_stages = 2 if self.tile_rows <= 16 else 1
         self.shared_memory_bytes = 0  # known once traced
 
@@ -130,7 +107,7 @@ class ForwardSm90:
             scale_log2,
             k_major(self.dtype, TILE_KEYS, HEAD_DIM_QK, K_STAGES),
             k_major(self.dtype, self.tile_rows, HEAD_DIM_QK, self.q_stages),
-            mn_major(self.dtype, self.tile_rows, self.score_rows, self.p_copies),
+            mn_major(self.dtype, self.tile_rows, CONSUMERS),
             mma(self.score_rows, OperandMajorMode.K),
             mma(self.tile_rows, OperandMajorMode.MN),
         ).launch(
@@ -169,11 +146,10 @@ class ForwardSm90:
             q_full: cute.struct.MemRange[Int64, self.q_stages]
             q_empty: cute.struct.MemRange[Int64, self.q_stages]
             warp_values: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMERS * 4 * self.score_rows], 16]
-            shared_rows: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_rows if self.split_rows else 1], 16]
             K: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lK)], 1024]
             Q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lQ)], 1024]
             P: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lP)], 1024]
-            S: cute.struct.Align[cute.struct.MemRange[Float32, 1 if self.split_rows else 4 * TILE_KEYS * self.tile_rows], 16]
+            S: cute.struct.Align[cute.struct.MemRange[Float32, 4 * TILE_KEYS * self.tile_rows], 16]
 
         self.shared_memory_bytes = Storage.size_in_bytes()
         assert self.shared_memory_bytes <= SHARED_MEMORY_LIMIT, self.shared_memory_bytes
@@ -210,15 +186,6 @@ class ForwardSm90:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(storage, lP, sK, sQ, mma_s, mma_o, lens, words, outputs, scale_log2, row_tile)
-
-    @cute.jit
-    def tile_span(self, words: cute.Tensor, request: Int32, mSeqLens: cute.Tensor) -> tuple[Int32, Int32]:
-        """First and end tile of this CTA's piece of a request."""
-        begin = words[1] if request == words[0] else Int32(0)
-        end = words[3]
-        if request != words[2]:
-            end = self.tiling.num_tiles(mSeqLens[request])
-        return begin, end
 
     @cute.jit
     def load_keys(
@@ -294,46 +261,6 @@ class ForwardSm90:
                 cute.copy(tma, tKgK[None, 0, chunk, page], tKsK[None, box, chunk, stage], tma_bar_ptr=barrier)
 
     @cute.jit
-    def load_queries(
-        self,
-        tma: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom],
-        gInputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
-        mSeqLens: cute.Tensor,
-        words: cute.Tensor,
-        sQ: cute.Tensor,
-        q_full: cute.Pointer,
-        q_empty: cute.Pointer,
-        row_tile: Int32,
-    ) -> None:
-        """Producer of Q, a warp of its own: behind K in the same warp, Q would wait for the block table.
-
-        Rows of the tile past its heads and tokens are never written: what they hold shows in their own columns of S^T and O^T, which nobody stores.
-        """
-        problem = self.problem
-        box = (problem.tile_heads, problem.tile_tokens, CHUNK)
-        strides = (CHUNK, CHUNK * problem.tile_heads, 1, CHUNK * self.tile_rows, HEAD_DIM_QK * self.tile_rows)
-        sBoxes = cute.group_modes(cute.make_tensor(sQ.iterator, cute.make_layout((*box, CHUNKS, self.q_stages), stride=strides)), 0, 3)
-        gNope = cute.group_modes(cute.local_tile(gInputs[1], box, (None, None, None, None)), 0, 3)
-        gRope = cute.group_modes(cute.local_tile(gInputs[2], box, (None, None, None, None)), 0, 3)
-        tQsQ, tQgN = cpasync.tma_partition(tma[1], 0, cute.make_layout(1), sBoxes, gNope)
-        _, tQgR = cpasync.tma_partition(tma[2], 0, cute.make_layout(1), sBoxes, gRope)
-        heads, tokens = row_tile % problem.head_tiles, row_tile // problem.head_tiles
-        stage, phase = Int32(0), Int32(1)
-        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
-            begin, end = self.tile_span(words, request, mSeqLens)
-            if begin < end:
-                cute.arch.mbarrier_wait(q_empty + stage, phase)
-                barrier = q_full + stage
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, problem.tile_heads * problem.tile_tokens * HEAD_DIM_QK * 2)
-                for chunk in cutlass.range_constexpr(CHUNKS - 1):
-                    cute.copy(tma[1], tQgN[None, heads, tokens, chunk, request], tQsQ[None, chunk, stage], tma_bar_ptr=barrier)
-                cute.copy(tma[2], tQgR[None, heads, tokens, 0, request], tQsQ[None, CHUNKS - 1, stage], tma_bar_ptr=barrier)
-                wrap = stage + 1 == self.q_stages
-                stage = Int32(0) if wrap else stage + 1
-                phase = phase ^ 1 if wrap else phase
-
-    @cute.jit
     def consume(
         self,
         storage: cutlass.Constexpr,
@@ -354,23 +281,16 @@ class ForwardSm90:
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
 
         # Step 1: shared-memory views.
-        sPAll = storage.P.get_tensor(lP.outer, swizzle=lP.inner)
-        if cutlass.const_expr(self.split_rows):
-            sP = sPAll[None, None, 0]
-            sPMine = cute.flat_divide(sP, (self.score_rows, TILE_KEYS))[None, None, group, 0]
-        else:
-            sP = sPAll[None, None, group]
-            sPMine = sP
+        sP = storage.P.get_tensor(lP.outer, swizzle=lP.inner)[None, None, group]
         warp_values = cute.make_tensor(
             storage.warp_values.data_ptr() + group * (4 * self.score_rows), cute.make_layout((4, self.score_rows), stride=(self.score_rows, 1))
         )
 
-        # Step 2: operands. Scores by columns: of every 64 columns this warpgroup multiplies 32; by rows: all columns, half of Q's rows.
+        # Step 2: operands. Of every 64 columns this warpgroup multiplies 32 for the scores.
         thr_s, thr_o = mma_s.get_slice(thread), mma_o.get_slice(thread)
         tSrK = thr_s.make_fragment_A(thr_s.partition_A(cute.flat_divide(sK, (TILE_KEYS, CHUNK))))  # (MMA, 1, 4, 1, 9, stage)
-        sQMine = cute.flat_divide(sQ, (self.score_rows, CHUNK))
-        sQMine = sQMine[None, None, group if self.split_rows else 0, None, None]
-        tSrQ = thr_s.make_fragment_B(thr_s.partition_B(sQMine))  # (MMA, 1, 4, 9, stage)
+        sQChunks = cute.flat_divide(sQ, (self.tile_rows, CHUNK))[None, None, 0, None, None]
+        tSrQ = thr_s.make_fragment_B(thr_s.partition_B(sQChunks))  # (MMA, 1, 4, 9, stage)
         sV = cute.composition(sK, cute.make_ordered_layout((HEAD_DIM_QK, TILE_KEYS, K_STAGES), order=(1, 0, 2)))
         tOrV = thr_o.make_fragment_A(thr_o.partition_A(cute.flat_divide(sV, (CHUNK, TILE_KEYS))))  # (MMA, 1, 4, 9, 1, stage)
         tOrP = thr_o.make_fragment_B(thr_o.partition_B(sP))
@@ -378,7 +298,7 @@ class ForwardSm90:
         rO = softmax.accumulator_view(acc_o, self.tile_rows // 8, VALUE_COLUMNS // 64)
         store_p = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 2 if self.score_rows % 16 else 4), self.dtype)
         store_p = cute.make_tiled_copy_C(store_p, mma_s).get_slice(thread)
-        tPsP = store_p.partition_D(transposed(sPMine))
+        tPsP = store_p.partition_D(transposed(sP))
         first_key = warp_index * 16 + lane // 4
 
         # Step 3: row statistics, one per score row that this thread sees.
@@ -388,14 +308,10 @@ class ForwardSm90:
 
         # Step 4: the requests of the range.
         stage, phase, q_stage, q_phase, exchange = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        # The first turn is a rehearsal without tiles and stores: it brings the code of `finish` into the instruction cache while the first
-        # keys are on their way, where it costs nothing; at the end of the range it would cost a microsecond.
-        for turn in cutlass.range(words[0] - 1 if words[0] <= words[2] else words[2] + 1, words[2] + 1, unroll=1):
-            live = turn >= words[0]
-            request = cutlass.max(turn, words[0])
+        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
             seq_len = lens[0][request]
             begin, end = self.tile_span(words, request, lens[0])
-            end = end if live & (seq_len > 0) else begin
+            end = end if seq_len > 0 else begin
             self.row_limits(limits, lens, request, seq_len, row_tile, group, lane)
             if begin < end:
                 cute.arch.mbarrier_wait(storage.q_full.data_ptr() + q_stage, q_phase)
@@ -411,19 +327,22 @@ class ForwardSm90:
                     key0 = self.tiling.first_key(tile)
                     self.visible_keys(visible, limits, tile, key0)
                     softmax.scale_and_mask(rS, visible, first_key, scale_log2)
-                    self.probabilities(storage, rS, row_max, row_sum, factor, warp_values, group, warp_index, lane)
+                    self.probabilities(rS, row_max, row_sum, factor, warp_values, group, warp_index, lane)
                     rP = cute.make_rmem_tensor(acc_s.shape, self.dtype)
                     rP.store(acc_s.load().to(self.dtype))
                     cute.copy(store_p, store_p.retile(rP), tPsP)
                     if seq_len - key0 < TILE_KEYS:
                         self.clear_values(sK, cutlass.max(seq_len - key0, 0), stage, group, thread)
-                    self.share_factor(storage, rO, factor, group, warp_index, lane)
+                    # P, and cleared values, become visible to the tensor cores.
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    self.scale_rows(rO, factor)
+                    self.sync(group)
                     self.accumulate(storage, mma_o, acc_o, tOrV, tOrP, stage, group)
                     wrap = stage + 1 == K_STAGES
                     stage = Int32(0) if wrap else stage + 1
                     phase = phase ^ 1 if wrap else phase
                     exchange = exchange ^ 1
-                self.finish(storage, rO, row_max, row_sum, factor, warp_values, outputs, request, slot, live, row_tile, group, warp_index, lane)
+                self.finish(storage, rO, row_max, row_sum, factor, warp_values, outputs, request, slot, row_tile, group, warp_index, lane)
             if begin < end:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + q_stage)
@@ -432,95 +351,9 @@ class ForwardSm90:
                 q_phase = q_phase ^ 1 if q_wrap else q_phase
 
     @cute.jit
-    def pieces(self, begin: Int32, end: Int32, seq_len: Int32) -> Int32:
-        """Partials that this CTA makes of a request: one, or one for every fixed piece of it."""
-        count = Int32(1)
-        if cutlass.const_expr(self.problem.batch_invariant):
-            length = invariant_piece_tiles(self.tiling.num_tiles(seq_len))
-            count = cutlass.max((end - begin + length - 1) // length, 1)
-        return count
-
-    @cute.jit
-    def piece(
-        self, words: cute.Tensor, request: Int32, begin: Int32, end: Int32, seq_len: Int32, index: Int32
-    ) -> tuple[Int32, Int32, Int32]:
-        """First tile, end tile and slot of a piece; NO_SLOT for a whole request."""
-        slot = Int32(NO_SLOT)
-        if cutlass.const_expr(self.problem.batch_invariant):
-            tiles = self.tiling.num_tiles(seq_len)
-            length = invariant_piece_tiles(tiles)
-            begin += index * length
-            end = cutlass.min(begin + length, end)
-            if length < tiles:
-                slot = request * INVARIANT_PIECES + begin // length
-        else:
-            if request == words[2]:
-                slot = words[5]
-            if request == words[0]:
-                slot = words[4]
-        return begin, end, slot
-
-    @cute.jit
-    def row_limits(
-        self,
-        limits: cute.Tensor,
-        lens: tuple[cute.Tensor, cute.Tensor | None],
-        request: Int32,
-        seq_len: Int32,
-        row_tile: Int32,
-        group: Int32,
-        lane: Int32,
-    ) -> None:
-        """How many of this rank's keys each score row of the thread sees: `DecodeProblem.causal` and `ContextShard.held`, row by row."""
-        problem = self.problem
-        if cutlass.const_expr(problem.causal and problem.query_len > 1):
-            total = lens[1][request] if cutlass.const_expr(problem.needs_total_lens) else seq_len
-            for block in cutlass.range_constexpr(self.score_rows // 8):
-                for parity in cutlass.range_constexpr(2):
-                    token, _, _ = self.locate(self.score_row(block, parity, group, lane), row_tile)
-                    limits[parity, block] = self.held(cutlass.max(total - problem.query_len + 1 + token, 0))
-        else:
-            limits.fill(seq_len)
-
-    @cute.jit
-    def held(self, keys: Int32) -> Int32:
-        """`ContextShard.held` on the device."""
-        context = self.problem.context
-        count = keys
-        if cutlass.const_expr(self.problem.needs_total_lens):
-            round_keys = context.world * context.interleave
-            rest = keys % round_keys - context.rank * context.interleave
-            count = keys // round_keys * context.interleave + cutlass.min(cutlass.max(rest, 0), context.interleave)
-        return count
-
-    @cute.jit
-    def visible_keys(self, visible: cute.Tensor, limits: cute.Tensor, tile: Int32, key0: Int32) -> None:
-        """How many keys of a tile each row sees: its limit, and the end of the page where pages hold part of a tile."""
-        for block in cutlass.range_constexpr(self.score_rows // 8):
-            for parity in cutlass.range_constexpr(2):
-                visible[parity, block] = limits[parity, block] - key0
-                if cutlass.const_expr(self.tiling.page_size % TILE_KEYS != 0 and self.tiling.pages_per_tile == 1):
-                    rest = self.tiling.page_size - tile % self.tiling.tiles_per_page * TILE_KEYS
-                    visible[parity, block] = cutlass.min(visible[parity, block], rest)
-
-    @cute.jit
     def score_row(self, block: cutlass.Constexpr, parity: cutlass.Constexpr, group: Int32, lane: Int32) -> Int32:
         """Row of the tile that a score register belongs to."""
-        row = block * 8 + (lane % 4) * 2 + parity
-        if cutlass.const_expr(self.split_rows):
-            row += group * self.score_rows
-        return row
-
-    @cute.jit
-    def locate(self, row: Int32, row_tile: Int32) -> tuple[Int32, Int32, cutlass.Boolean]:
-        """Query token and head of a row of the tile, and whether there is such a row."""
-        problem = self.problem
-        heads, tokens = problem.tile_heads, problem.tile_tokens
-        if cutlass.const_expr(tokens == 1):
-            token, head = row_tile // problem.head_tiles, row_tile % problem.head_tiles * heads + row
-            return token, head, (row < heads) & (head < problem.num_heads)
-        token = row_tile * tokens + row // heads
-        return token, row % heads, (row < heads * tokens) & (token < problem.query_len)
+        return block * 8 + (lane % 4) * 2 + parity
 
     @cute.jit
     def scores(
@@ -540,20 +373,19 @@ class ForwardSm90:
         """acc_s = K Q^T for this warpgroup's rows, following the chunks of the tile as they arrive."""
         atom = cute.make_mma_atom(mma_s.op)
         atom.set(warpgroup.Field.ACCUMULATE, False)
-        k_blocks = 4 if self.split_rows else 4 // CONSUMERS
+        k_blocks = 4 // CONSUMERS
         for step in cutlass.range_constexpr(CHUNKS):
             chunk = CHUNK_ORDER[step]
             cute.arch.mbarrier_wait(storage.k_full.data_ptr() + stage * CHUNKS + chunk, phase)
             if cutlass.const_expr(step == 0):
                 warpgroup.fence()
             for i in cutlass.range_constexpr(k_blocks):
-                block = i if cutlass.const_expr(self.split_rows) else group * k_blocks + i
+                block = group * k_blocks + i
                 cute.gemm(atom, acc_s, tSrK[None, None, block, 0, chunk, stage], tSrQ[None, None, block, chunk, q_stage], acc_s)
                 atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        if cutlass.const_expr(not self.split_rows):
-            self.add_halves(storage, acc_s, exchange, group, thread)
+        self.add_halves(storage, acc_s, exchange, group, thread)
 
     @cute.jit
     def add_halves(self, storage: cutlass.Constexpr, acc_s: cute.Tensor, exchange: Int32, group: Int32, thread: Int32) -> None:
@@ -575,16 +407,12 @@ class ForwardSm90:
 
     @cute.jit
     def sync(self, group: Int32) -> None:
-        """Barrier of those that share the row statistics: both warpgroups where they split the rows, this one alone otherwise."""
-        if cutlass.const_expr(self.split_rows):
-            cute.arch.barrier(barrier_id=NamedBarrierSm90.CONSUMERS, number_of_threads=128 * CONSUMERS)
-        else:
-            cute.arch.barrier(barrier_id=NamedBarrierSm90.WARPGROUP_0 + group, number_of_threads=128)
+        """Barrier of one warpgroup."""
+        cute.arch.barrier(barrier_id=NamedBarrierSm90.WARPGROUP_0 + group, number_of_threads=128)
 
     @cute.jit
     def probabilities(
         self,
-        storage: cutlass.Constexpr,
         rS: cute.Tensor,
         row_max: cute.Tensor,
         row_sum: cute.Tensor,
@@ -594,36 +422,10 @@ class ForwardSm90:
         warp_index: Int32,
         lane: Int32,
     ) -> None:
-        """Logits to probabilities; where rows are split, also this warpgroup's factors for the other one."""
+        """Logits to probabilities."""
         softmax.publish_max(rS, warp_values, warp_index, lane)
-        # Where rows are split this also says that both warpgroups are done with the last tile's P.
         self.sync(group)
         softmax.update(rS, row_max, row_sum, factor, warp_values, lane, rows_may_see_nothing=self.problem.query_len > 1)
-        if cutlass.const_expr(self.split_rows):
-            if warp_index == 0:
-                self.publish_rows(storage, factor, group, lane)
-
-    @cute.jit
-    def publish_rows(self, storage: cutlass.Constexpr, values: cute.Tensor, group: Int32, lane: Int32) -> None:
-        """This warpgroup's value of each of its score rows, for all threads."""
-        shared = cute.make_tensor(storage.shared_rows.data_ptr(), cute.make_layout((self.tile_rows,)))
-        if lane < 4:
-            for block in cutlass.range_constexpr(self.score_rows // 8):
-                for parity in cutlass.range_constexpr(2):
-                    shared[group * self.score_rows + block * 8 + lane * 2 + parity] = values[parity, block]
-
-    @cute.jit
-    def share_factor(
-        self, storage: cutlass.Constexpr, rO: cute.Tensor, factor: cute.Tensor, group: Int32, warp_index: Int32, lane: Int32
-    ) -> None:
-        """Scales the output so far to the new maxima, and makes P (and cleared values) visible to the tensor cores."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if cutlass.const_expr(self.split_rows):
-            self.sync(group)
-            self.scale_by_shared(storage, rO, lane)
-        else:
-            self.scale_rows(rO, factor)
-            self.sync(group)
 
     @cute.jit
     def scale_rows(self, rO: cute.Tensor, factor: cute.Tensor) -> None:
@@ -632,15 +434,6 @@ class ForwardSm90:
                 for half in cutlass.range_constexpr(2):
                     for parity in cutlass.range_constexpr(2):
                         rO[parity, half, block, m_tile] = rO[parity, half, block, m_tile] * factor[parity, block]
-
-    @cute.jit
-    def scale_by_shared(self, storage: cutlass.Constexpr, rO: cute.Tensor, lane: Int32) -> None:
-        factor = cute.make_rmem_tensor((2, self.tile_rows // 8), Float32)
-        shared = cute.make_tensor(storage.shared_rows.data_ptr(), cute.make_layout((self.tile_rows,)))
-        for block in cutlass.range_constexpr(self.tile_rows // 8):
-            for parity in cutlass.range_constexpr(2):
-                factor[parity, block] = shared[block * 8 + (lane % 4) * 2 + parity]
-        self.scale_rows(rO, factor)
 
     @cute.jit
     def clear_values(self, sK: cute.Tensor, keys: Int32, stage: Int32, group: Int32, thread: Int32) -> None:
@@ -693,15 +486,15 @@ class ForwardSm90:
         outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
         request: Int32,
         slot: Int32,
-        live: cutlass.Boolean,
         row_tile: Int32,
         group: Int32,
         warp_index: Int32,
         lane: Int32,
     ) -> None:
         """Normalises the request's rows and writes them: to `out` where the request is whole, else to its partial slot."""
-        # Step 1: sums over the warps, and 1 / sum. A row without keys has sum 0: output 0, LSE -inf.
-        self.sync(group)
+        # Step 1: sums over the warps, and 1 / sum. A row without keys has sum 0: output 0, LSE -inf. Both warpgroups meet first: then nobody
+        # still reads the partial scores, whose buffer the stores use.
+        cute.arch.barrier(barrier_id=NamedBarrierSm90.CONSUMERS, number_of_threads=128 * CONSUMERS)
         softmax.publish_sum(row_sum, warp_values, warp_index, lane)
         self.sync(group)
         softmax.collect_sum(row_sum, warp_values, lane)
@@ -709,54 +502,95 @@ class ForwardSm90:
             for parity in cutlass.range_constexpr(2):
                 total = row_sum[parity, block]
                 inverse[parity, block] = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
-        if cutlass.const_expr(self.split_rows):
-            if warp_index == 0:
-                self.publish_rows(storage, inverse, group, lane)
-            self.sync(group)
-            self.scale_by_shared(storage, rO, lane)
-        else:
-            self.scale_rows(rO, inverse)
+        self.scale_rows(rO, inverse)
 
         # Step 2: store. With a lane that can be hoisted, the addresses of all stores live across the loop over the tiles and spill.
         lane = pinned_lane_index()
         mOut, mLse, mOutPartial, mLsePartial = outputs
         if slot == NO_SLOT:
-            self.store_rows(rO, mOut[request, None, None, None], live, row_tile, group, warp_index, lane)
+            self.store_rows(storage, rO, mOut[request, None, None, None], row_tile, group, warp_index, lane)
         else:
-            self.store_rows(rO, mOutPartial[slot, None, None, None], live, row_tile, group, warp_index, lane)
-        owns_lse = warp_index == 0 if self.split_rows else warp_index + 4 * group == 0
-        if owns_lse:
-            if (lane < 4) & live:
+            self.store_rows(storage, rO, mOutPartial[slot, None, None, None], row_tile, group, warp_index, lane)
+        if warp_index + 4 * group == 0:
+            if lane < 4:
                 self.store_lse(row_max, row_sum, mLse, mLsePartial, request, slot, row_tile, group, lane)
 
     @cute.jit
     def store_rows(
-        self, rO: cute.Tensor, gO: cute.Tensor, live: cutlass.Boolean, row_tile: Int32, group: Int32, warp_index: Int32, lane: Int32
+        self,
+        storage: cutlass.Constexpr,
+        rO: cute.Tensor,
+        gO: cute.Tensor,
+        row_tile: Int32,
+        group: Int32,
+        warp_index: Int32,
+        lane: Int32,
     ) -> None:
-        """O^T registers to gO [tokens, heads, 512], two neighbouring columns a store.
+        """O^T registers to gO [tokens, heads, 512], through shared memory: a warp then writes 512 neighbouring bytes of a row at once.
+
+        Stored from the registers, each instruction would touch eight rows, 16 bytes each, and take eight times as long: 1 us of a CTA's
+        time at 16 rows. The buffer is this warpgroup's own two quarters of the partial scores, 512 bytes a row.
+        """
+        dtype = gO.element_type
+        unit = 128 // dtype.width  # elements of 16 bytes
+        pass_columns = 32 * unit
+        quarter = TILE_KEYS * self.tile_rows  # FP32 elements; the quarters of a warpgroup lie two apart
+        sO = cute.recast_ptr(storage.S.data_ptr() + group * quarter, dtype=dtype)
+        half_units = quarter // 4 // self.tile_rows  # units of a row in each quarter
+        for part in cutlass.range_constexpr(VALUE_COLUMNS // pass_columns):
+            self.stage_rows(rO, sO, part * (pass_columns // 64), warp_index, lane)
+            self.sync(group)
+            for i in cutlass.range_constexpr((self.tile_rows + 3) // 4):
+                row = i * 4 + warp_index
+                token, head, exists = self.locate(row, row_tile)
+                if exists:
+                    place = self.unit_offset(row, lane, half_units, unit)
+                    source = cute.make_tensor((sO + place).align(16), cute.make_layout((unit,)))
+                    target = (gO[token, head, None].iterator + (group * VALUE_COLUMNS + part * pass_columns + lane * unit)).align(16)
+                    values = cute.make_rmem_tensor((unit,), dtype)
+                    cute.autovec_copy(source, values)
+                    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout((unit,))))
+            self.sync(group)
+
+    @cute.jit
+    def unit_offset(self, row: Int32, index: Int32, half_units: cutlass.Constexpr, unit: cutlass.Constexpr) -> Int32:
+        """Element offset of 16-byte unit `index` of a row in the buffer: units are permuted by row, so that neither side has bank conflicts."""
+        swizzled = index ^ (row % 8)
+        quarter, rest = swizzled // half_units, swizzled % half_units
+        return (quarter * (2 * self.tile_rows * half_units) + row * half_units + rest) * unit
+
+    @cute.jit
+    def stage_rows(self, rO: cute.Tensor, sO: cute.Pointer, first_m_tile: cutlass.Constexpr, warp_index: Int32, lane: Int32) -> None:
+        """Registers to the buffer, two neighbouring columns at a time.
 
         A thread holds two rows of one column; its neighbour in g holds the same rows of the next column. They swap one value, and then
         each holds one row of both columns.
         """
+        dtype = sO.dtype
+        unit = 128 // dtype.width
         even = (lane // 4) % 2 == 0
-        dtype = gO.element_type
         store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=2 * dtype.width)
-        columns = cute.make_layout((2, 2, VALUE_COLUMNS // 64), stride=(1, 8, 64))  # (column of a pair, half, m tile)
-        pairs = cute.make_rmem_tensor(columns.shape, dtype)
-        column0 = group * VALUE_COLUMNS + warp_index * 16 + lane // 8 * 2
-        for block in cutlass.range_constexpr(self.tile_rows // 8):
-            for m_tile in cutlass.range_constexpr(VALUE_COLUMNS // 64):
-                for half in cutlass.range_constexpr(2):
-                    row_a, row_b = rO[0, half, block, m_tile], rO[1, half, block, m_tile]
+        pair = cute.make_rmem_tensor((2,), dtype)
+        half_units = TILE_KEYS // 4
+        # One address for each half; rows of other blocks and columns of other m tiles are offsets from it, which the swizzle leaves alone.
+        places = cute.make_layout(
+            (2, self.tile_rows // 8, half_units * unit // 64, 2),
+            stride=(1, 8 * half_units * unit, 64, 2 * self.tile_rows * half_units * unit),
+        )
+        row = (lane % 4) * 2 + (lane // 4) % 2
+        for half in cutlass.range_constexpr(2):
+            column = warp_index * 16 + half * 8 + lane // 8 * 2
+            start = self.unit_offset(row, column // unit, half_units, unit) + column % unit
+            sPairs = cute.make_tensor((sO + start).align(2 * dtype.width // 8), places)
+            for m_tile in cutlass.range_constexpr(32 * unit // 64):
+                for block in cutlass.range_constexpr(self.tile_rows // 8):
+                    row_a, row_b = rO[0, half, block, first_m_tile + m_tile], rO[1, half, block, first_m_tile + m_tile]
                     mine = row_a if even else row_b
                     taken = cute.arch.shuffle_sync_bfly(row_b if even else row_a, offset=4)
-                    pairs[0, half, m_tile] = (mine if even else taken).to(dtype)
-                    pairs[1, half, m_tile] = (taken if even else mine).to(dtype)
-            token, head, exists = self.locate(block * 8 + (lane % 4) * 2 + (lane // 4) % 2, row_tile)
-            if exists & live:
-                # One address a row; the columns are offsets from it.
-                first = (gO[token, head, None].iterator + column0).align(2 * dtype.width // 8)
-                cute.copy(store, pairs, cute.make_tensor(first, columns))
+                    pair[0] = (mine if even else taken).to(dtype)
+                    pair[1] = (taken if even else mine).to(dtype)
+                    tiles = half_units * unit // 64
+                    cute.copy(store, pair, sPairs[None, block, m_tile % tiles, m_tile // tiles])
 
     @cute.jit
     def store_lse(

@@ -28,8 +28,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from .forward_sm90 import (
-    CHUNK,
-    CHUNKS,
     CONSUMER_REGISTERS,
     CONSUMERS,
     K_STAGES,
@@ -39,11 +37,10 @@ from .forward_sm90 import (
     THREADS,
     VALUE_COLUMNS,
     ForwardSm90,
-    k_major,
-    query_box,
 )
 from .named_barrier import NamedBarrierSm90
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
+from .request_walk import CHUNK, CHUNKS, k_major, query_box
 from .schedule import HEADER_WORDS, NO_SLOT, RANGE_WORDS
 from .special_register import pinned_lane_index
 
@@ -326,14 +323,10 @@ class ForwardSm90Wide(ForwardSm90):
 
         # Step 3: the requests of the range. `count`: tiles that this CTA is through with.
         count, q_phase, finished = Int32(0), Int32(0), Int32(0)
-        # The first turn is a rehearsal without tiles and stores: it brings the code of `finish_rows` into the instruction cache while the
-        # first keys are on their way, where it costs nothing.
-        for turn in cutlass.range(words[0] - 1 if words[0] <= words[2] else words[2] + 1, words[2] + 1, unroll=1):
-            live = turn >= words[0]
-            request = cutlass.max(turn, words[0])
+        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
             seq_len = lens[0][request]
             begin, end = self.tile_span(words, request, lens[0])
-            end = end if live & (seq_len > 0) else begin
+            end = end if seq_len > 0 else begin
             self.row_limits(limits, lens, request, seq_len, row_tile, group, thread)
             if begin < end:
                 cute.arch.mbarrier_wait(storage.q_full.data_ptr(), q_phase)
@@ -367,7 +360,7 @@ class ForwardSm90Wide(ForwardSm90):
                     if piece_end == end:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(storage.q_empty.data_ptr())
-                self.finish_rows(storage, acc_o, statistics, outputs, request, slot, live, row_tile, group, finished)
+                self.finish_rows(storage, acc_o, statistics, outputs, request, slot, row_tile, group, finished)
                 finished ^= 1
             if begin < end:
                 q_phase ^= 1
@@ -590,7 +583,6 @@ class ForwardSm90Wide(ForwardSm90):
         outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
         request: Int32,
         slot: Int32,
-        live: cutlass.Boolean,
         row_tile: Int32,
         group: Int32,
         buffer: Int32,
@@ -618,15 +610,15 @@ class ForwardSm90Wide(ForwardSm90):
         # Step 2: store.
         mOut, mLse, mOutPartial, mLsePartial = outputs
         if slot == NO_SLOT:
-            self.store_output(acc_o, mOut[request, None, None, None], live, row_tile, group, thread)
+            self.store_output(acc_o, mOut[request, None, None, None], row_tile, group, thread)
         else:
-            self.store_output(acc_o, mOutPartial[slot, None, None, None], live, row_tile, group, thread)
+            self.store_output(acc_o, mOutPartial[slot, None, None, None], row_tile, group, thread)
         if group == 0:
-            if live & (thread % 4 == 0):
+            if thread % 4 == 0:
                 self.store_row_lse(row_max, row_sum, mLse, mLsePartial, request, slot, row_tile, thread)
 
     @cute.jit
-    def store_output(self, acc_o: cute.Tensor, gO: cute.Tensor, live: cutlass.Boolean, row_tile: Int32, group: Int32, thread: Int32) -> None:
+    def store_output(self, acc_o: cute.Tensor, gO: cute.Tensor, row_tile: Int32, group: Int32, thread: Int32) -> None:
         """Registers to gO [tokens, heads, 512], two neighbouring columns a store."""
         dtype = gO.element_type
         store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=2 * dtype.width)
@@ -638,7 +630,7 @@ class ForwardSm90Wide(ForwardSm90):
                 for parity in cutlass.range_constexpr(2):
                     pairs[parity, block] = rO[parity, half, block].to(dtype)
             token, head, exists = self.locate(self.score_row(0, half, 0, thread), row_tile)
-            if exists & live:
+            if exists:
                 # One address a row; the columns are offsets from it.
                 first = (gO[token, head, None].iterator + group * VALUE_COLUMNS + thread % 4 * 2).align(2 * dtype.width // 8)
                 cute.copy(store, pairs, cute.make_tensor(first, columns))

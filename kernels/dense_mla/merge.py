@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from .prefetch import prefetch_l2
 from .problem import HEAD_DIM_V, DecodeProblem
 from .schedule import HEADER_WORDS, RANGE_WORDS, SPLIT_WORDS
 from .torch_types import cutlass_dtype
@@ -34,7 +35,8 @@ LN2 = math.log(2.0)
 class Merge:
     """The merge kernel of one problem: the partial dtype is a compile-time fact, the batch and the number of pieces are not."""
 
-    def __init__(self, problem: DecodeProblem):
+    def __init__(self, problem: DecodeProblem, dependent_launch: bool = True):
+        self.dependent_launch = dependent_launch
         self.rows = problem.rows
         self.heads = problem.num_heads
         self.out_dtype = cutlass_dtype(problem.kv_dtype)
@@ -55,7 +57,7 @@ class Merge:
         stream: cuda.CUstream,
     ) -> None:
         self.kernel(mOutPartial, mLsePartial, mSchedule, mOut, mLse, num_ranges, num_ctas).launch(
-            grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+            grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.dependent_launch
         )
 
     @cute.kernel
@@ -81,8 +83,10 @@ class Merge:
         sSums = storage.sums.get_tensor(cute.make_layout((VECTOR, 32, WARPS)))
         sWeights = storage.weights.get_tensor(cute.make_layout((32, WARPS)))
 
-        # Step 1: let the next kernel queue up, and share out the work. The schedule was complete before the forward started, so it may be read before the wait.
-        cute.arch.griddepcontrol_launch_dependents()
+        # Step 1: let the next kernel queue up, and share out the work. The schedule was complete before the forward started: it may be read
+        # before the wait.
+        if cutlass.const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_launch_dependents()
         vectors = mSchedule[0] * (self.rows * ROW_VECTORS)
         lane_log2, warp_log2 = Int32(0), Int32(0)
         if cutlass.const_expr(self.batch_invariant):
@@ -105,31 +109,29 @@ class Merge:
         vector = cutlass.max(cutlass.min(base + column, vectors - 1), 0)
         request, first, pieces = self.split_of(mSchedule, num_ranges, vector)
 
-        # Step 2: merge. The first turn is a rehearsal without pieces, before the forward has ended: it brings the code into the instruction
-        # cache, which is worth a microsecond once the partials are there.
-        rehearsal = True
+        # The first access of an SM to the partials pays for the address translation: let it do so while the forward still runs.
+        if vectors > 0:
+            prefetch_l2(mLsePartial[first, None].iterator)
+            prefetch_l2(mOutPartial[first, vector // ROW_VECTORS % self.rows, None].iterator)
+
+        # Step 2: the forward's partials. Also where nothing is split: our end must not come before the forward's.
+        if cutlass.const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_wait()
         while base < vectors:
             row = vector // ROW_VECTORS % self.rows
             total = cute.make_rmem_tensor((VECTOR,), Float32)
             maximum, weight = self.add_pieces(
-                mOutPartial, mLsePartial, total, first, Int32(0) if rehearsal else pieces, row, vector % ROW_VECTORS, lane, strand, strands
+                mOutPartial, mLsePartial, total, first, pieces, row, vector % ROW_VECTORS, lane, strand, strands
             )
             weight = self.add_lanes(total, weight, lane_log2)
             if warp_log2 > 0:
                 weight = self.add_warps(sSums, sWeights, total, weight, lane, warp, warp_strand, warp_log2)
             if strand == 0:
-                if (base + column < vectors) & (not rehearsal):
+                if base + column < vectors:
                     self.store(total, maximum, weight, mOut, mLse, request, row, vector % ROW_VECTORS)
-            if rehearsal:
-                cute.arch.griddepcontrol_wait()
-            else:
-                base += num_ctas * cta_vectors
-                vector = cutlass.min(base + column, vectors - 1)
-                request, first, pieces = self.split_of(mSchedule, num_ranges, vector)
-            rehearsal = False
-
-        # Step 3: also where nothing was to do, our end must not come before the forward's.
-        cute.arch.griddepcontrol_wait()
+            base += num_ctas * cta_vectors
+            vector = cutlass.min(base + column, vectors - 1)
+            request, first, pieces = self.split_of(mSchedule, num_ranges, vector)
 
     @cute.jit
     def split_of(self, mSchedule: cute.Tensor, num_ranges: Int32, vector: Int32) -> tuple[Int32, Int32, Int32]:
@@ -234,11 +236,12 @@ class Merge:
         cute.arch.sync_threads()
         if warp_strand == 0:
             part = cute.make_rmem_tensor((VECTOR,), Float32)
-            for i in cutlass.range(1, Int32(1) << warp_log2, unroll=1):
-                weight += sWeights[lane, warp + i]
-                cute.autovec_copy(sSums[None, lane, warp + i], part)
-                for j in cutlass.range_constexpr(VECTOR):
-                    total[j] = total[j] + part[j]
+            for i in cutlass.range_constexpr(1, 1 << WARP_STRANDS_LOG2):
+                if i < Int32(1) << warp_log2:
+                    weight += sWeights[lane, warp + i]
+                    cute.autovec_copy(sSums[None, lane, warp + i], part)
+                    for j in cutlass.range_constexpr(VECTOR):
+                        total[j] = total[j] + part[j]
         cute.arch.sync_threads()
         return weight
 

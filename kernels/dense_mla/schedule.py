@@ -27,7 +27,7 @@ from typing import Any
 
 from .paged_kv import PageTiling
 
-FIXED_COST = 2  # what starting a request costs a CTA, in tiles
+FIXED_COST = 1  # what starting a request costs a CTA, in tiles
 WHOLE_SLACK = 16  # ranges may exceed the quantum by this fraction of it where that keeps every request whole
 HEADER_WORDS = 8  # word 0: split requests; the rest is padding
 RANGE_WORDS = 8  # first_request, first_tile, last_request, end_tile, first_slot, last_slot, page of first_tile, 1 of padding

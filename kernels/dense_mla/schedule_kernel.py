@@ -32,7 +32,8 @@ WARPS = THREADS // 32
 class ScheduleKernel:
     """Writes the schedule buffer: [0] split requests, then RANGE_WORDS for each range, then SPLIT_WORDS for each split request."""
 
-    def __init__(self, problem: DecodeProblem):
+    def __init__(self, problem: DecodeProblem, dependent_launch: bool = True):
+        self.dependent_launch = dependent_launch
         self.tiling = PageTiling(problem.page_size)
         self.batch_invariant = problem.batch_invariant
 
@@ -40,7 +41,9 @@ class ScheduleKernel:
     def __call__(
         self, mSeqLens: cute.Tensor, mTable: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32, stream: cuda.CUstream
     ) -> None:
-        self.kernel(mSeqLens, mTable, mSchedule, num_ranges).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+        self.kernel(mSeqLens, mTable, mSchedule, num_ranges).launch(
+            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.dependent_launch
+        )
 
     @cute.kernel
     def kernel(self, mSeqLens: cute.Tensor, mTable: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32) -> None:
@@ -59,8 +62,10 @@ class ScheduleKernel:
         sSplitsBefore = storage.splits_before.get_tensor(cute.make_layout((MAX_REQUESTS,)))
         sTooLong = storage.too_long.get_tensor(cute.make_layout((1,)))
         sWarpSums = storage.warp_sums.get_tensor(cute.make_layout((WARPS,)))
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_launch_dependents()
 
         # Step 1: where each request starts on the line.
         total = Int32(0)

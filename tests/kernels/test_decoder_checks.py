@@ -25,7 +25,7 @@ def launches() -> list[str]:
 @pytest.fixture
 def decoder(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> DenseMLADecoder:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    kernels = CompiledKernels(*(lambda *args, name=name: launches.append(name) for name in ("schedule", "forward", "merge")))
+    kernels = CompiledKernels(*(lambda *args, name=name: launches.append(name) for name in ("schedule", "forward", "merge")), row_tiles=1)
     return DenseMLADecoder(DecodeProblem(HEADS, PAGE_SIZE, return_lse=True), torch.device("cpu"), 8, kernels)
 
 
@@ -140,7 +140,7 @@ def test_lse_for_a_problem_without_it(launches: list[str], decoder: DenseMLADeco
 def test_a_single_request_may_have_any_stride(decoder: DenseMLADecoder, arguments: Arguments, launches: list[str]) -> None:
     """Fault 69: the stride of a dimension of size 1 is never walked, and must not be refused nor reach a tensor map."""
     forward: list[tuple[Any, ...]] = []
-    kernels = CompiledKernels(lambda *args: None, lambda *args: forward.append(args), lambda *args: None)
+    kernels = CompiledKernels(lambda *args: None, lambda *args: forward.append(args), lambda *args: None, 1)
     one = {name: arguments[name][:1] for name in ("block_table", "seq_lens", "out", "lse")}
     odd = torch.zeros(12 * 576, dtype=torch.bfloat16).as_strided((1, 12, 576), (3, 576, 1))
     DenseMLADecoder(decoder.problem, decoder.device, 8, kernels).run(**arguments | one | {"q": odd})

@@ -54,7 +54,7 @@ def small_tile_kernels(problem: DecodeProblem) -> CompiledKernels:
     forward = ForwardSm80(problem, SMALL_SHARED_MEMORY, dependent_launch=major >= 9)
     assert forward.tile.keys == 16
     options = f"--gpu-arch sm_{major}{minor}{'a' if major >= 9 else ''} --enable-tvm-ffi"
-    return CompiledKernels(kernels.schedule, cute.compile(forward, *fake_arguments(problem), options=options), kernels.merge)
+    return CompiledKernels(kernels.schedule, cute.compile(forward, *fake_arguments(problem), options=options), kernels.merge, forward.row_tiles)
 
 
 def prepare_small_tile(problem: DecodeProblem, device: torch.device, *, max_requests: int) -> DenseMLADecoder:

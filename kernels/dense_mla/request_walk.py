@@ -1,0 +1,181 @@
+"""How a Hopper forward walks its range of the schedule: requests, pieces, rows and what each row sees; and the producer of Q."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from .paged_kv import PageTiling
+from .problem import HEAD_DIM_QK, TILE_KEYS, DecodeProblem
+from .schedule import INVARIANT_PIECES, NO_SLOT, invariant_piece_tiles
+from .torch_types import cutlass_dtype
+
+CHUNK = 64  # columns of K that one barrier and one swizzled TMA box cover: 128 bytes
+CHUNKS = HEAD_DIM_QK // CHUNK
+
+
+def k_major(dtype: Any, rows: int, columns: int, stages: int | None = None) -> Any:
+    """Shared-memory layout of a K-major operand in 128-byte swizzled blocks, as TMA boxes of 64 columns write it."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    if stages is None:
+        return cute.tile_to_shape(atom, (rows, columns), (0, 1))
+    return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))
+
+
+def query_box(dtype: Any, heads: int, tokens: int) -> Any:
+    """One TMA box of Q, [heads, tokens, 64 columns]: rows token x heads + head of a K-major chunk, whatever their number."""
+    swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype).inner
+    return cute.make_composed_layout(swizzle, 0, cute.make_layout((heads, tokens, CHUNK), stride=(CHUNK, CHUNK * heads, 1)))
+
+
+class RequestWalk:
+    """Base of the Hopper forwards. A subclass sets `score_rows` and `q_stages`, and says in `score_row` which row a score register belongs to."""
+
+    score_rows: int
+    q_stages: int
+
+    def __init__(self, problem: DecodeProblem):
+        self.problem = problem
+        self.dtype = cutlass_dtype(problem.kv_dtype)
+        self.tile_rows = problem.tile_rows
+        self.row_tiles = problem.row_tiles
+        self.tiling = PageTiling(problem.page_size)
+
+    @cute.jit
+    def score_row(self, block: cutlass.Constexpr, parity: cutlass.Constexpr, group: Int32, lane: Int32) -> Int32:
+        """Row of the tile that a thread's score register belongs to."""
+        raise NotImplementedError
+
+    @cute.jit
+    def tile_span(self, words: cute.Tensor, request: Int32, mSeqLens: cute.Tensor) -> tuple[Int32, Int32]:
+        """First and end tile of this CTA's piece of a request."""
+        begin = words[1] if request == words[0] else Int32(0)
+        end = words[3]
+        if request != words[2]:
+            end = self.tiling.num_tiles(mSeqLens[request])
+        return begin, end
+
+    @cute.jit
+    def load_queries(
+        self,
+        tma: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom],
+        gInputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        mSeqLens: cute.Tensor,
+        words: cute.Tensor,
+        sQ: cute.Tensor,
+        q_full: cute.Pointer,
+        q_empty: cute.Pointer,
+        row_tile: Int32,
+    ) -> None:
+        """Producer of Q, a warp of its own: behind K in the same warp, Q would wait for the block table.
+
+        Rows of the tile past its heads and tokens are never written: what they hold shows in their own columns of S^T and O^T, which nobody stores.
+        """
+        problem = self.problem
+        box = (problem.tile_heads, problem.tile_tokens, CHUNK)
+        strides = (CHUNK, CHUNK * problem.tile_heads, 1, CHUNK * self.tile_rows, HEAD_DIM_QK * self.tile_rows)
+        sBoxes = cute.group_modes(cute.make_tensor(sQ.iterator, cute.make_layout((*box, CHUNKS, self.q_stages), stride=strides)), 0, 3)
+        gNope = cute.group_modes(cute.local_tile(gInputs[1], box, (None, None, None, None)), 0, 3)
+        gRope = cute.group_modes(cute.local_tile(gInputs[2], box, (None, None, None, None)), 0, 3)
+        tQsQ, tQgN = cpasync.tma_partition(tma[1], 0, cute.make_layout(1), sBoxes, gNope)
+        _, tQgR = cpasync.tma_partition(tma[2], 0, cute.make_layout(1), sBoxes, gRope)
+        heads, tokens = row_tile % problem.head_tiles, row_tile // problem.head_tiles
+        stage, phase = Int32(0), Int32(1)
+        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
+            begin, end = self.tile_span(words, request, mSeqLens)
+            if begin < end:
+                cute.arch.mbarrier_wait(q_empty + stage, phase)
+                barrier = q_full + stage
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, problem.tile_heads * problem.tile_tokens * HEAD_DIM_QK * 2)
+                for chunk in cutlass.range_constexpr(CHUNKS - 1):
+                    cute.copy(tma[1], tQgN[None, heads, tokens, chunk, request], tQsQ[None, chunk, stage], tma_bar_ptr=barrier)
+                cute.copy(tma[2], tQgR[None, heads, tokens, 0, request], tQsQ[None, CHUNKS - 1, stage], tma_bar_ptr=barrier)
+                wrap = stage + 1 == self.q_stages
+                stage = Int32(0) if wrap else stage + 1
+                phase = phase ^ 1 if wrap else phase
+
+    @cute.jit
+    def pieces(self, begin: Int32, end: Int32, seq_len: Int32) -> Int32:
+        """Partials that this CTA makes of a request: one, or one for every fixed piece of it."""
+        count = Int32(1)
+        if cutlass.const_expr(self.problem.batch_invariant):
+            length = invariant_piece_tiles(self.tiling.num_tiles(seq_len))
+            count = cutlass.max((end - begin + length - 1) // length, 1)
+        return count
+
+    @cute.jit
+    def piece(
+        self, words: cute.Tensor, request: Int32, begin: Int32, end: Int32, seq_len: Int32, index: Int32
+    ) -> tuple[Int32, Int32, Int32]:
+        """First tile, end tile and slot of a piece; NO_SLOT for a whole request."""
+        slot = Int32(NO_SLOT)
+        if cutlass.const_expr(self.problem.batch_invariant):
+            tiles = self.tiling.num_tiles(seq_len)
+            length = invariant_piece_tiles(tiles)
+            begin += index * length
+            end = cutlass.min(begin + length, end)
+            if length < tiles:
+                slot = request * INVARIANT_PIECES + begin // length
+        else:
+            if request == words[2]:
+                slot = words[5]
+            if request == words[0]:
+                slot = words[4]
+        return begin, end, slot
+
+    @cute.jit
+    def row_limits(
+        self,
+        limits: cute.Tensor,
+        lens: tuple[cute.Tensor, cute.Tensor | None],
+        request: Int32,
+        seq_len: Int32,
+        row_tile: Int32,
+        group: Int32,
+        lane: Int32,
+    ) -> None:
+        """How many of this rank's keys each score row of the thread sees: `DecodeProblem.causal` and `ContextShard.held`, row by row."""
+        problem = self.problem
+        if cutlass.const_expr(problem.causal and problem.query_len > 1):
+            total = lens[1][request] if cutlass.const_expr(problem.needs_total_lens) else seq_len
+            for block in cutlass.range_constexpr(self.score_rows // 8):
+                for parity in cutlass.range_constexpr(2):
+                    token, _, _ = self.locate(self.score_row(block, parity, group, lane), row_tile)
+                    limits[parity, block] = self.held(cutlass.max(total - problem.query_len + 1 + token, 0))
+        else:
+            limits.fill(seq_len)
+
+    @cute.jit
+    def held(self, keys: Int32) -> Int32:
+        """`ContextShard.held` on the device."""
+        context = self.problem.context
+        count = keys
+        if cutlass.const_expr(self.problem.needs_total_lens):
+            round_keys = context.world * context.interleave
+            rest = keys % round_keys - context.rank * context.interleave
+            count = keys // round_keys * context.interleave + cutlass.min(cutlass.max(rest, 0), context.interleave)
+        return count
+
+    @cute.jit
+    def visible_keys(self, visible: cute.Tensor, limits: cute.Tensor, tile: Int32, key0: Int32) -> None:
+        """How many keys of a tile each row sees: its limit, and the end of the page where pages hold part of a tile."""
+        for block in cutlass.range_constexpr(self.score_rows // 8):
+            for parity in cutlass.range_constexpr(2):
+                visible[parity, block] = limits[parity, block] - key0
+                if cutlass.const_expr(self.tiling.page_size % TILE_KEYS != 0 and self.tiling.pages_per_tile == 1):
+                    rest = self.tiling.page_size - tile % self.tiling.tiles_per_page * TILE_KEYS
+                    visible[parity, block] = cutlass.min(visible[parity, block], rest)
+
+    @cute.jit
+    def locate(self, row: Int32, row_tile: Int32) -> tuple[Int32, Int32, cutlass.Boolean]:
+        """Query token and head of a row of the tile, and whether there is such a row."""
+        problem = self.problem
+        heads, tokens = problem.tile_heads, problem.tile_tokens
+        if cutlass.const_expr(tokens == 1):
+            token, head = row_tile // problem.head_tiles, row_tile % problem.head_tiles * heads + row
+            return token, head, (row < heads) & (head < problem.num_heads)
+        token = row_tile * tokens + row // heads
+        return token, row % heads, (row < heads * tokens) & (token < problem.query_len)
