@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1.attention.backend import MultipleOf
 
 from dense_mla.arch import forward_class, unsupported_reason
 from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS
 
+from .cache_dtypes import refuse_cache_dtype, supported_cache_dtypes
+from .decode_steps import read_steps
 from .impl import DenseMLAImpl
 from .metadata import DenseMLAMetadataBuilder
 from .registration import BACKEND_NAME
@@ -25,10 +28,10 @@ PAGE_MULTIPLE = 16  # keys; a page is a whole number of the smallest TMA box
 
 
 class DenseMLABackend(MLACommonBackend):
-    """Dense MLA decode over a BF16 KV cache. Prefill is vLLM's."""
+    """Dense MLA decode. Prefill is vLLM's."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "bfloat16"]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = supported_cache_dtypes()
 
     @staticmethod
     def get_name() -> str:
@@ -69,8 +72,29 @@ class DenseMLABackend(MLACommonBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """False: a verification of several tokens is prefill here, and vLLM plans prefill with the host's query lengths."""
+        """False: which kernels a step runs depends on its query length, which only the host knows in time."""
         return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """True: requests are then cut at places that their own length decides, with up to 32 pieces each."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """True: a draft block whose query tokens all see every key."""
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: CacheDType | None,
+        *_: object,
+    ) -> str | None:
+        """A reason for a cache that the kernels read, and not with this model."""
+        return refuse_cache_dtype(kv_cache_dtype, dtype) if cls.supports_kv_cache_dtype(kv_cache_dtype) else None
 
     @classmethod
     def validate_configuration(cls, **request: Any) -> list[str]:
@@ -79,7 +103,8 @@ class DenseMLABackend(MLACommonBackend):
         Args:
             **request: the fields of vLLM's AttentionSelectorConfig, and `device_capability`.
         """
-        return [_explain(reason, request) for reason in super().validate_configuration(**request)]
+        reasons = [_explain(reason, request) for reason in super().validate_configuration(**request)]
+        return reasons + _refused_steps()
 
 
 def _load_kernels(capability: tuple[int, int]) -> None:
@@ -88,6 +113,15 @@ def _load_kernels(capability: tuple[int, int]) -> None:
     except Exception as error:
         # A broken CUTLASS or CUDA install raises all kinds; vLLM takes ImportError for a refusal, and lets others through raw.
         raise ImportError(f"{BACKEND_NAME} cannot load its kernels: {type(error).__name__}: {error}") from error
+
+
+def _refused_steps() -> list[str]:
+    """What is wrong with the query lengths and the heads of the config that vLLM selects for; it does not pass them."""
+    config = get_current_vllm_config_or_none()
+    if config is None or config.model_config is None or not config.model_config.use_mla:
+        return []
+    # Which elements the cache has does not matter here.
+    return read_steps(config, config.model_config.get_num_attention_heads(config.parallel_config), "auto").refusals()
 
 
 def _explain(reason: str, request: Mapping[str, Any]) -> str:
@@ -101,33 +135,20 @@ def _explain_capability(request: Mapping[str, Any]) -> str:
     return str(unsupported_reason((capability.major, capability.minor)))
 
 
-def _explain_kv_cache_dtype(request: Mapping[str, Any]) -> str:
-    dtype = str(request["kv_cache_dtype"])
-    missing = "; an FP8 KV cache is not built" if dtype.startswith("fp8") else ""
-    return f"kv_cache_dtype must be auto or bfloat16, got {dtype}{missing}"
-
-
 # Keyed by the words of AttentionBackend.validate_configuration.
 _EXPLANATIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "head_size not supported": lambda request: (
         f"head_size must be {HEAD_DIM_QK} (kv_lora_rank {HEAD_DIM_V} + qk_rope_head_dim {HEAD_DIM_QK - HEAD_DIM_V}), got {request['head_size']}"
     ),
-    "dtype not supported": lambda request: f"dtype must be torch.bfloat16, got {request['dtype']}",
-    "kv_cache_dtype not supported": _explain_kv_cache_dtype,
+    "dtype not supported": lambda request: f"dtype must be torch.bfloat16 or torch.float16, got {request['dtype']}",
+    "kv_cache_dtype not supported": lambda request: str(refuse_cache_dtype(request["kv_cache_dtype"], request["dtype"])),
     "block_size not supported": lambda request: f"block_size must be a multiple of {PAGE_MULTIPLE}, got {request['block_size']}",
     "compute capability not supported": _explain_capability,
     "non-MLA not supported": lambda request: f"{BACKEND_NAME} is for models with Multi-head Latent Attention, this layer has none",
     "sparse not supported": lambda request: f"sparse MLA is not supported: {BACKEND_NAME} reads every key of a request",
-    "non-causal attention not supported": lambda request: (
-        "non-causal attention is not supported: a decode step is one query token of each request, and it sees the keys up to itself"
-    ),
-    "non-causal MLA attention with DCP not supported": lambda request: "non-causal attention with decode context parallelism is not supported",
-    "batch invariance not supported": lambda request: (
-        "batch invariance (VLLM_BATCH_INVARIANT) is not built: how a request's keys are split depends on the rest of the batch"
-    ),
+    "per-head quant scales not supported": lambda request: "scales of single heads are not supported: the latent KV cache has one head and one scale",
     "PCP not supported": lambda request: "prefill context parallelism is not built: prefill_context_parallel_size must be 1",
-    "DCP not supported": lambda request: "decode context parallelism is not built: decode_context_parallel_size must be 1",
     "device-cpu query lens mismatch not supported, this is needed for adaptive verification": lambda request: (
-        "adaptive verification of speculative decoding is not supported: a decode step is one query token of each request"
+        "adaptive verification of speculative decoding is not supported: a decode step has one query length, which the host has to know"
     ),
 }

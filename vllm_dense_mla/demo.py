@@ -164,7 +164,7 @@ def _print_schedule(problem: DecodeProblem, data: Batch, sm_count: int) -> None:
 
 
 def _print_workspace(problems: list[DecodeProblem], batch: int, sm_count: int) -> None:
-    print(f"Workspace of any {batch} requests, whatever their lengths (rows: requests)")
+    print(f"Workspace of any {batch} requests, whatever their lengths")
     for problem in problems:
         header, sizes = str(size_buckets(problem, (), batch, sm_count)).splitlines()
         if problem is problems[0]:

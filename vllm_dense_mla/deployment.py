@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dense_mla.problem import HEAD_DIM_QK
 
 from .absent_gpu import CAPABILITY, planned_gpu, settle_page_size
+from .decode_steps import DecodeSteps, read_steps
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,39 +24,31 @@ class Deployment:
 
     Attributes:
         model: name or path, as the serve config has it.
-        heads: query heads of the rank's own, the model's over the tensor parallel size.
+        steps: the decode steps that its layers see, as the backend reads them from the config.
         mla_layers: MLA layers of the pipeline stage that has most of them; `model_mla_layers` is all of the model's.
         page_size: keys of a page as the kernels see it.
-        key_bytes: bytes of one key in one layer's KV cache.
-        query_len: query tokens that one request brings to a decode step: 1, and 1 more for each speculative token that is verified as decode.
         draft: the model that drafts speculative tokens, where there is one; its KV cache is its own.
-        capture_sizes: tokens of each CUDA graph; `max_num_seqs` requests run at once.
     """
 
     model: str
-    heads: int
+    steps: DecodeSteps
     mla_layers: int
     model_mla_layers: int
     page_size: int
-    key_bytes: int
-    query_len: int
     draft: str | None
-    capture_sizes: tuple[int, ...]
-    max_num_seqs: int
     max_model_len: int
     tensor_parallel: int
     pipeline_parallel: int
-    decode_context_parallel: int
 
     @property
-    def kernel_heads(self) -> int:
-        """Query heads that a rank's kernels see: decode context parallelism gathers the heads of its ranks."""
-        return self.heads * self.decode_context_parallel
+    def key_bytes(self) -> int:
+        """Bytes of one key in one layer's KV cache."""
+        return HEAD_DIM_QK * self.steps.kv_dtype.itemsize
 
     @property
     def token_bytes(self) -> float:
         """KV bytes of one token on one rank, all MLA layers of the stage. Decode context parallelism shares the tokens out."""
-        return self.mla_layers * self.key_bytes / self.decode_context_parallel
+        return self.mla_layers * self.key_bytes / self.steps.context_world
 
 
 def read_deployment(serve_arguments: Sequence[str], model_config: Path | None = None, capability: tuple[int, int] = CAPABILITY) -> Deployment:
@@ -97,40 +90,22 @@ def describe(vllm_config: VllmConfig, model: str) -> Deployment:
     from vllm.v1.worker.utils import select_common_block_size
 
     from .backend import DenseMLABackend
-    from .buckets import decode_batch_sizes
 
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    capture_sizes, max_num_seqs = decode_batch_sizes(vllm_config)
     layers = _mla_layers(model_config.hf_text_config)
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config if speculative else None
     return Deployment(
         model=model,
-        heads=model_config.get_num_attention_heads(parallel),
+        steps=read_steps(vllm_config, model_config.get_num_attention_heads(parallel), vllm_config.cache_config.cache_dtype),
         mla_layers=max(_in_stages(layers, model_config.get_total_num_hidden_layers(), parallel.pipeline_parallel_size)),
         model_mla_layers=len(layers),
         page_size=int(select_common_block_size(vllm_config.cache_config.block_size, [DenseMLABackend])),
-        key_bytes=HEAD_DIM_QK * _kv_itemsize(vllm_config),
-        query_len=decode_query_len(vllm_config),
         draft=str(speculative.model or speculative.method) if draft is not None else None,
-        capture_sizes=capture_sizes,
-        max_num_seqs=max_num_seqs,
         max_model_len=model_config.max_model_len,
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
-        decode_context_parallel=parallel.decode_context_parallel_size,
     )
-
-
-def decode_query_len(vllm_config: VllmConfig) -> int:
-    """Query tokens of a request in a decode step. 1 where the backend leaves the verification of several to prefill."""
-    from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
-    from vllm.v1.attention.backend import max_decode_query_len
-
-    from .backend import DenseMLABackend
-
-    support = DenseMLABackend.get_builder_cls().query_len_support
-    return 1 if support == QueryLenSupport.SINGLE_ONLY else int(max_decode_query_len(vllm_config))
 
 
 def _parse(serve_arguments: Sequence[str]) -> Any:
@@ -231,9 +206,3 @@ def _in_stages(layers: Sequence[int], num_layers: int, stages: int) -> list[int]
 
     bounds = [get_pp_indices(num_layers, stage, stages) for stage in range(stages)]
     return [sum(start <= layer < end for layer in layers) for start, end in bounds]
-
-
-def _kv_itemsize(vllm_config: VllmConfig) -> int:
-    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-
-    return int(kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, vllm_config.model_config).itemsize)

@@ -8,12 +8,12 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
-from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
+from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V
 
-from .buckets import decode_batch_sizes, size_buckets
+from .cache_dtypes import refuse_cache_dtype
+from .decode_steps import read_steps
 from .metadata import DenseMLAMetadata
 from .registration import BACKEND_NAME
 from .settings import load_settings
@@ -29,8 +29,10 @@ class DenseMLAImpl(MLACommonImpl[DenseMLAMetadata]):
     neither `reserve_workspace` nor `process_weights_after_loading`) and that runs before memory profiling counts what is left.
     """
 
-    can_return_lse_for_decode: bool = False
-    supports_dcp: bool = False
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    # The causal rule counts the keys of all ranks, whichever runs of them this one holds.
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     supports_pcp: bool = False
 
     def __init__(
@@ -65,15 +67,17 @@ class DenseMLAImpl(MLACommonImpl[DenseMLAMetadata]):
         _refuse("logits_soft_cap", logits_soft_cap)
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"{BACKEND_NAME} supports attn_type decoder, got {AttentionType(attn_type).value}")
-        if is_quantized_kv_cache(kv_cache_dtype):
-            raise NotImplementedError(f"{BACKEND_NAME} supports kv_cache_dtype auto and bfloat16, got {kv_cache_dtype}")
+        config = get_current_vllm_config()
+        reason = refuse_cache_dtype(kv_cache_dtype, config.model_config.dtype)
+        if reason is not None:
+            raise NotImplementedError(f"{BACKEND_NAME}: {reason}")
         if (self.kv_lora_rank, self.qk_rope_head_dim) != (HEAD_DIM_V, HEAD_DIM_QK - HEAD_DIM_V):
             raise NotImplementedError(
                 f"{BACKEND_NAME} supports kv_lora_rank {HEAD_DIM_V} with qk_rope_head_dim {HEAD_DIM_QK - HEAD_DIM_V}, "
                 f"got {self.kv_lora_rank} with {self.qk_rope_head_dim}"
             )
         self.supports_quant_query_input = False
-        self._decode_batch_sizes = decode_batch_sizes(get_current_vllm_config())
+        self._steps = read_steps(config, num_heads, kv_cache_dtype)
         self._reserved_bytes = 0
         self.reserve_workspace()
 
@@ -81,9 +85,7 @@ class DenseMLAImpl(MLACommonImpl[DenseMLAMetadata]):
         """Reserve the largest bucket in vLLM's workspace, where there is one. vLLM calls it again in the profile run, for each micro-batch."""
         if not is_workspace_manager_initialized():
             return
-        # The page size does not change the bytes; the layer does not know it yet.
-        problem = DecodeProblem(num_heads=self.num_heads, page_size=TILE_KEYS, partial_dtype=load_settings().torch_dtype)
-        self._reserved_bytes = size_buckets(problem, *self._decode_batch_sizes, current_sm_count()).largest.total_bytes
+        self._reserved_bytes = self._steps.workspace(load_settings().torch_dtype, current_sm_count()).largest.total_bytes
         current_workspace_manager().get_simultaneous(((self._reserved_bytes,), torch.uint8))
 
     def forward_mqa(
@@ -93,30 +95,34 @@ class DenseMLAImpl(MLACommonImpl[DenseMLAMetadata]):
         attn_metadata: DenseMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend the latent keys: out [R, H, 512] in q's dtype, and no LSE.
+        """Attend the latent keys: out [R, H, 512] in q's dtype, and, where ranks share out the keys, the natural-log LSE [R, H] in FP32.
 
         Args:
-            q: [R, H, 576], or the pair [R, H, 512] and [R, H, 64]; R rows, one for each request of the decode batch.
+            q: [R, H, 576], or the pair [R, H, 512] and [R, H, 64]; R rows, query_len for each request of the decode batch. H heads of this
+                rank, or with decode context parallelism of all its ranks.
             kv_c_and_k_pe_cache: [pages, page_size, 576].
             attn_metadata: of the step.
-            layer: its KV scales do not count, because the cache is BF16.
+            layer: the scale of an FP8 cache is its `_k_scale`; no scale counts for another cache.
         """
         decode = attn_metadata.decode
         assert decode is not None
         rows = q[0] if isinstance(q, tuple) else q
         out = rows.new_empty((rows.shape[0], rows.shape[1], HEAD_DIM_V))
+        lse = rows.new_empty(rows.shape[:2], dtype=torch.float32) if decode.decoder.problem.return_lse else None
         decode.decoder.run(
             q,
             kv_c_and_k_pe_cache,
             decode.block_table,
-            decode.seq_lens,
+            decode.request_lens,
             schedule=decode.schedule,
             workspace=self._workspace(decode.bucket.total_bytes, out.device),
             out=out,
             scale=self.scale,
+            lse=lse,
+            total_lens=decode.total_lens,
             max_seq_len=decode.max_seq_len,
         )
-        return out, None
+        return out, lse
 
     def _workspace(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """`num_bytes` of the shared workspace, valid until this layer returns.

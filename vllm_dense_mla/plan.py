@@ -11,7 +11,7 @@ from dense_mla.arch import compile_target, forward_class
 from dense_mla.problem import PARTIAL_DTYPES, TILE_KEYS, DecodeProblem
 
 from .absent_gpu import CAPABILITY
-from .buckets import BucketTable, size_buckets
+from .buckets import WorkspaceTables, size_buckets
 from .demo import PARTIAL_NAMES
 from .deployment import Deployment
 
@@ -20,7 +20,7 @@ def print_heads_plan(heads: int, capture_sizes: Sequence[int], max_num_seqs: int
     """The workspace tables of a rank with `heads` query heads; knows nothing of a model."""
     # Any page size: the bytes do not depend on it.
     tables = {dtype: size_buckets(DecodeProblem(heads, TILE_KEYS, dtype), capture_sizes, max_num_seqs, sm_count) for dtype in PARTIAL_DTYPES}
-    print(f"{heads} heads on each GPU of {sm_count} SMs. Workspace of each decode batch, by the storage of the split partials (rows: requests):")
+    print(f"{heads} heads on each GPU of {sm_count} SMs. Workspace of each decode batch, by the storage of the split partials:")
     for dtype, table in tables.items():
         print(f"\n{PARTIAL_NAMES[dtype]}: each GPU reserves {table.largest.total_bytes:,} bytes, once for all layers\n{table}")
     if max(capture_sizes) > max_num_seqs:
@@ -31,9 +31,9 @@ def print_plan(deployment: Deployment, sm_count: int, capability: tuple[int, int
     """Everything that a rank decodes with, and the workspace tables of both partial dtypes."""
     for name, value in plan_lines(deployment, sm_count, capability):
         print(f"{name:13}{value}")
-    print("\nWorkspace of each decode batch (rows: query tokens), once for all layers")
-    for dtype, table in workspace_tables(deployment, sm_count).items():
-        print(f"\n{PARTIAL_NAMES[dtype]}: each GPU reserves {table.largest.total_bytes:,} bytes\n{table}")
+    print("\nWorkspace of each decode batch, once for all layers")
+    for dtype, tables in workspace_tables(deployment, sm_count).items():
+        print(f"\n{PARTIAL_NAMES[dtype]}: each GPU reserves {tables.largest.total_bytes:,} bytes\n{tables}")
 
 
 def plan_lines(deployment: Deployment, sm_count: int, capability: tuple[int, int] = CAPABILITY) -> list[tuple[str, str]]:
@@ -43,7 +43,8 @@ def plan_lines(deployment: Deployment, sm_count: int, capability: tuple[int, int
         ("model", d.model),
         ("GPUs", f"{_parallelism(d)}, {sm_count} SMs each"),
         ("heads", _heads(d)),
-        ("kernel", f"{forward_class(capability).__name__} for {compile_target(capability)}"),
+        ("kernel", _kernels(d, capability)),
+        ("KV cache", str(d.steps.kv_dtype).removeprefix("torch.")),
         ("block size", f"{d.page_size:,} tokens: the page that the kernels see"),
         ("batch", _batch(d)),
         ("KV a token", _token_bytes(d)),
@@ -55,48 +56,47 @@ def plan_lines(deployment: Deployment, sm_count: int, capability: tuple[int, int
     return lines
 
 
-def workspace_tables(deployment: Deployment, sm_count: int) -> dict[torch.dtype, BucketTable]:
-    """The bucket table of each partial dtype, by dtype: the same sizes that the backend reserves with."""
-    return {
-        dtype: size_buckets(_problem(deployment, dtype), deployment.capture_sizes, deployment.max_num_seqs, sm_count)
-        for dtype in PARTIAL_DTYPES
-    }
+def workspace_tables(deployment: Deployment, sm_count: int) -> dict[torch.dtype, WorkspaceTables]:
+    """The bucket tables of each partial dtype, by dtype: those that the backend reserves with."""
+    return {dtype: deployment.steps.workspace(dtype, sm_count) for dtype in PARTIAL_DTYPES}
 
 
-def _problem(deployment: Deployment, partial_dtype: torch.dtype) -> DecodeProblem:
-    return DecodeProblem(
-        num_heads=deployment.kernel_heads,
-        page_size=deployment.page_size,
-        partial_dtype=partial_dtype,
-        query_len=deployment.query_len,
-        return_lse=deployment.decode_context_parallel > 1,
-    )
+def _kernels(d: Deployment, capability: tuple[int, int]) -> str:
+    """By query length, where they differ: the kernel depends on the rows that share a request's keys."""
+    names: dict[str, list[int]] = {}
+    for query_len, problem in d.steps.problems(d.page_size, PARTIAL_DTYPES[0]).items():
+        names.setdefault(forward_class(capability, problem).__name__, []).append(query_len)
+    named = [name if len(names) == 1 else f"{name} (query tokens: {', '.join(map(str, lens))})" for name, lens in names.items()]
+    return f"{', '.join(named)} for {compile_target(capability)}"
 
 
 def _parallelism(d: Deployment) -> str:
-    sizes = [("tensor", d.tensor_parallel), ("pipeline", d.pipeline_parallel), ("decode context", d.decode_context_parallel)]
+    sizes = [("tensor", d.tensor_parallel), ("pipeline", d.pipeline_parallel), ("decode context", d.steps.context_world)]
     named = [f"{name} parallel {size}" for name, size in sizes if size > 1]
     return f"{d.tensor_parallel * d.pipeline_parallel} ({', '.join(named)})" if named else "1"
 
 
 def _heads(d: Deployment) -> str:
-    if d.decode_context_parallel == 1:
-        return f"{d.heads} query heads on a rank"
-    return f"{d.heads} query heads on a rank, {d.kernel_heads} in its kernels: those of {d.decode_context_parallel} ranks that share the keys"
+    steps = d.steps
+    if steps.context_world == 1:
+        return f"{steps.heads} query heads on a rank"
+    return f"{steps.heads} query heads on a rank, {steps.kernel_heads} in its kernels: those of {steps.context_world} ranks that share the keys"
 
 
 def _batch(d: Deployment) -> str:
-    tokens = "1 query token" if d.query_len == 1 else f"{d.query_len} query tokens"
-    graphs = f"CUDA graphs of {len(d.capture_sizes)} sizes up to {max(d.capture_sizes)} tokens" if d.capture_sizes else "no CUDA graphs"
-    return f"up to {d.max_num_seqs} requests of {tokens}; {graphs}"
+    steps = d.steps
+    tokens = "1 query token" if steps.longest_query == 1 else f"1 to {steps.longest_query} query tokens"
+    sizes = steps.capture_sizes
+    graphs = f"CUDA graphs of {len(sizes)} sizes up to {max(sizes)} tokens" if sizes else "no CUDA graphs"
+    return f"up to {steps.max_num_seqs} requests of {tokens}; {graphs}{'; batch invariant' if steps.batch_invariant else ''}"
 
 
 def _token_bytes(d: Deployment) -> str:
     whole = f"{d.key_bytes * d.model_mla_layers:,} for the model's {d.model_mla_layers} MLA layers"
-    shared = f", over {d.decode_context_parallel} ranks" if d.decode_context_parallel > 1 else ""
+    shared = f", over {d.steps.context_world} ranks" if d.steps.context_world > 1 else ""
     return f"{d.key_bytes:,} bytes a layer; {d.token_bytes:,.0f} on a rank ({d.mla_layers} layers{shared}), {whole}"
 
 
 def _cost_of_fp32(d: Deployment, sm_count: int) -> str:
-    bf16, fp32 = (table.largest.total_bytes for table in workspace_tables(d, sm_count).values())
+    bf16, fp32 = (tables.largest.total_bytes for tables in workspace_tables(d, sm_count).values())
     return f"{fp32 - bf16:,} bytes more than bf16 partials on each GPU: the KV cache of {ceil((fp32 - bf16) / d.token_bytes):,} tokens"

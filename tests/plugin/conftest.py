@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ SM_COUNT = 132
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 24]
 MAX_NUM_SEQS = 12
 MAX_MODEL_LEN = 4096
+SCALE = 192**-0.5
 
 
 @pytest.fixture(autouse=True)
@@ -148,27 +149,40 @@ class ReferenceDecoder:
     def empty_schedule(self) -> torch.Tensor:
         from dense_mla.schedule import schedule_words
 
-        return torch.zeros(schedule_words(self.num_ranges, self.max_requests), dtype=torch.int32, device=self.device)
+        words = schedule_words(self.num_ranges, self.max_requests, self.problem.batch_invariant)
+        return torch.zeros(words, dtype=torch.int32, device=self.device)
 
     def schedule(self, seq_lens: torch.Tensor, block_table: torch.Tensor, schedule: torch.Tensor) -> None:
+        assert schedule.shape == self.empty_schedule().shape and block_table.shape[0] >= seq_lens.shape[0] <= self.max_requests
         self.scheduled.append(seq_lens.tolist())
         schedule[0] = len(self.scheduled)
 
     def run(self, q: Any, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, **rest: Any) -> None:
+        """What `DenseMLADecoder.run` refuses is refused here, and a schedule of other lengths."""
         from dense_mla import reference
 
+        problem = self.problem
+        assert (rest["lse"] is not None) == problem.return_lse and (rest["total_lens"] is not None) == problem.needs_total_lens
+        assert kv_cache.dtype == problem.kv_dtype and self.scheduled[-1] == seq_lens.tolist()
+        assert rest["max_seq_len"] <= block_table.shape[1] * problem.page_size
         self.runs.append({"q": q, "kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens, **rest})
-        out, _ = reference.decode(
-            self.problem,
+        scale = {"k_scale": float(rest["k_scale"])} if "k_scale" in rest else {}
+        out, lse = reference.decode(
+            problem,
             q,
             kv_cache,
-            block_table,
+            block_table[: seq_lens.shape[0]],
             seq_lens,
             scale=rest["scale"],
             num_ranges=self.num_ranges,
             workspace=rest["workspace"],
+            total_lens=rest["total_lens"],
+            **scale,
         )
         rest["out"].copy_(out)
+        if rest["lse"] is not None:
+            assert rest["lse"].dtype == torch.float32 and rest["lse"].is_contiguous()
+            rest["lse"].copy_(lse)
 
 
 @pytest.fixture
@@ -183,8 +197,41 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[ReferenceDecoder]:
         return decoders[-1]
 
     monkeypatch.setattr(metadata, "DenseMLADecoder", SimpleNamespace(prepare=prepare))
-    monkeypatch.setattr(metadata, "kernel_name", lambda device: "ForwardSm90 for sm_90a")
+    monkeypatch.setattr(metadata, "kernel_name", lambda decoder: "ForwardSm90 for sm_90a")
     return decoders
+
+
+@pytest.fixture
+def workspace(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's workspace manager, on the CPU, and the SM count of an H200."""
+    from vllm.v1.worker import workspace as module
+
+    from vllm_dense_mla import impl
+
+    monkeypatch.setattr(module, "_manager", None)
+    monkeypatch.setattr(impl, "current_sm_count", lambda: SM_COUNT)
+    module.init_workspace_manager(torch.device("cpu"), num_ubatches=2)
+    return module.current_workspace_manager()
+
+
+@pytest.fixture
+def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in which vLLM has made no workspace manager."""
+    from vllm.v1.worker import workspace as module
+
+    monkeypatch.setattr(module, "_manager", None)
+
+
+@pytest.fixture
+def speculate(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
+    """Makes `vllm_config` one that drafts so many tokens, and gives it back."""
+
+    def draft(tokens: int) -> Any:
+        speculation = SimpleNamespace(num_speculative_tokens=tokens, parallel_drafting=False, method="ngram", enable_adaptive_verification=False)
+        monkeypatch.setattr(vllm_config, "speculative_config", speculation)
+        return vllm_config
+
+    return draft
 
 
 @pytest.fixture
@@ -211,22 +258,80 @@ def make_builder(vllm_config: Any, page_size: int = 64) -> Any:
     return DenseMLAMetadataBuilder(spec, ["layer"], vllm_config, torch.device("cpu"))
 
 
-def step(seq_lens: list[int], query_lens: list[int] | None = None, width: int = 8, max_seq_len: int | None = None) -> Any:
-    """vLLM's per-step metadata of a batch; block table row r holds pages r * width + 1 and up (page 0 is the null page)."""
+def make_impl(vllm_config: Any, **changes: Any) -> Any:
+    """A layer's side of the backend, made as vLLM's layers make it."""
+    from vllm.config import set_current_vllm_config
+
+    from vllm_dense_mla.impl import DenseMLAImpl
+
+    arguments = {
+        "num_heads": HEADS,
+        "head_size": 576,
+        "scale": SCALE,
+        "num_kv_heads": 1,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+        "logits_soft_cap": None,
+        "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "qk_head_dim": 192,
+        "v_head_dim": 128,
+        "kv_b_proj": None,
+        "indexer": None,
+        **changes,
+    }
+    with set_current_vllm_config(vllm_config):
+        return DenseMLAImpl(**arguments)
+
+
+def cache_and_query(
+    pages: int, page_size: int, rows: int, pair: bool, heads: int = HEADS, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, Any]:
+    """Unit-Gaussian keys [pages, page_size, 576] and queries [rows, heads, 576], in two parts for `pair`."""
+    generator = torch.Generator().manual_seed(rows)
+    cache = torch.randn(pages, page_size, 576, generator=generator).to(dtype)
+    q = torch.randn(rows, heads, 576, generator=generator).to(dtype)
+    return cache, (q[..., :512], q[..., 512:]) if pair else q
+
+
+def prepared_buckets(builder: Any) -> dict[int, Any]:
+    """The bucket tables that a builder's steps use, by query length."""
+    return {problem.query_len: step.buckets for problem, step in builder._prepared.items() if problem.causal}
+
+
+def step(
+    seq_lens: list[int],
+    query_lens: list[int] | None = None,
+    width: int = 8,
+    max_seq_len: int | None = None,
+    num_tokens: int | None = None,
+    local_lens: list[int] | None = None,
+) -> Any:
+    """vLLM's per-step metadata of a batch; block table row r holds pages r * width + 1 and up (page 0 is the null page).
+
+    A full graph's padded requests have query length 0, and `num_tokens` then counts its rows. `local_lens`: keys on this rank, of seq_lens.
+    """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     query_lens = query_lens or [1] * len(seq_lens)
     starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
     lens = torch.tensor(seq_lens, dtype=torch.int32)
+    num_tokens = num_tokens or sum(query_lens)
     return CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
         seq_lens=lens,
         num_reqs=len(seq_lens),
-        num_actual_tokens=sum(query_lens),
+        num_actual_tokens=num_tokens,
         max_query_len=max(query_lens),
         max_seq_len=max_seq_len or max(seq_lens),
         block_table_tensor=torch.arange(len(seq_lens) * width, dtype=torch.int32).view(-1, width) + 1,
-        slot_mapping=torch.zeros(sum(query_lens), dtype=torch.int64),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
         seq_lens_cpu_upper_bound=lens,
+        dcp_local_seq_lens=None if local_lens is None else torch.tensor(local_lens, dtype=torch.int32),
     )

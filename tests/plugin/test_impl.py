@@ -4,69 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import HEADS, MAX_NUM_SEQS, SM_COUNT, make_builder, step
+from conftest import HEADS, MAX_NUM_SEQS, SCALE, SM_COUNT, cache_and_query, make_builder, make_impl, prepared_buckets, step
 
 from dense_mla import reference
 from dense_mla.problem import DecodeProblem
 from vllm_dense_mla import impl as impl_module
 from vllm_dense_mla.buckets import size_buckets
-from vllm_dense_mla.impl import DenseMLAImpl
 from vllm_dense_mla.registration import PARTIAL_DTYPE_VARIABLE
-
-SCALE = 192**-0.5
-
-
-def make_impl(vllm_config, **changes):
-    from vllm.config import set_current_vllm_config
-
-    arguments = {
-        "num_heads": HEADS,
-        "head_size": 576,
-        "scale": SCALE,
-        "num_kv_heads": 1,
-        "alibi_slopes": None,
-        "sliding_window": None,
-        "kv_cache_dtype": "auto",
-        "logits_soft_cap": None,
-        "attn_type": "decoder",
-        "kv_sharing_target_layer_name": None,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "qk_head_dim": 192,
-        "v_head_dim": 128,
-        "kv_b_proj": None,
-        "indexer": None,
-        **changes,
-    }
-    with set_current_vllm_config(vllm_config):
-        return DenseMLAImpl(**arguments)
-
-
-@pytest.fixture
-def workspace(monkeypatch):
-    """vLLM's workspace manager, on the CPU, and the SM count of an H200."""
-    from vllm.v1.worker import workspace as module
-
-    monkeypatch.setattr(module, "_manager", None)
-    monkeypatch.setattr(impl_module, "current_sm_count", lambda: SM_COUNT)
-    module.init_workspace_manager(torch.device("cpu"), num_ubatches=2)
-    return module.current_workspace_manager()
-
-
-@pytest.fixture
-def no_workspace(monkeypatch):
-    from vllm.v1.worker import workspace as module
-
-    monkeypatch.setattr(module, "_manager", None)
-
-
-def cache_and_query(pages, page_size, rows, pair):
-    generator = torch.Generator().manual_seed(rows)
-    cache = torch.randn(pages, page_size, 576, generator=generator).bfloat16()
-    q = torch.randn(rows, HEADS, 576, generator=generator).bfloat16()
-    return cache, (q[..., :512], q[..., 512:]) if pair else q
 
 
 @pytest.mark.parametrize("partial_dtype", ["bf16", "fp32"])
@@ -93,7 +37,7 @@ def test_run_gets_what_vllm_hands_over(vllm_config, prepared, workspace):
     (run,) = prepared[0].runs
     decode = metadata.decode
     assert run["q"] is q and run["kv_cache"] is cache and run["out"] is out
-    assert run["block_table"] is decode.block_table and run["seq_lens"] is decode.seq_lens and run["schedule"] is decode.schedule
+    assert run["block_table"] is decode.block_table and run["seq_lens"] is decode.request_lens and run["schedule"] is decode.schedule
     assert (run["scale"], run["max_seq_len"]) == (SCALE, 70)
     assert (run["workspace"].dtype, run["workspace"].numel()) == (torch.uint8, decode.bucket.total_bytes)
 
@@ -139,7 +83,7 @@ def test_micro_batch_has_its_whole_workspace_from_its_first_step(vllm_config, pr
     cache, q = cache_and_query(9, 64, 1, pair=False)
     layer.forward_mqa(q, cache, builder.build(0, step([9])), layer=None)
     sizes = [workspace._workspace_size_bytes(arena) for arena in workspace._current_workspaces]
-    assert sizes == [builder.buckets.largest.total_bytes] * 2
+    assert sizes == [prepared_buckets(builder)[1].largest.total_bytes] * 2
 
 
 def test_profile_run_reserves_again_without_growing(vllm_config, workspace):
@@ -164,9 +108,10 @@ def test_bad_setting_stops_the_layer(vllm_config, workspace, monkeypatch):
 
 
 def test_flags_of_an_instance(vllm_config, no_workspace):
-    """Fault 57, an LSE in BF16: none is returned, and vLLM is told so. vLLM's base class would have it quantise queries."""
+    """vLLM's base class would have it quantise queries. Without context ranks nobody needs the LSE."""
     layer = make_impl(vllm_config)
-    assert not layer.supports_quant_query_input and not layer.need_to_return_lse_for_decode and not layer.can_return_lse_for_decode
+    assert not layer.supports_quant_query_input and not layer.need_to_return_lse_for_decode
+    assert layer.can_return_lse_for_decode and layer.lse_base_on_e
 
 
 @pytest.mark.parametrize(
@@ -177,7 +122,10 @@ def test_flags_of_an_instance(vllm_config, no_workspace):
         ({"logits_soft_cap": 30.0}, "DENSE_MLA does not support logits_soft_cap, got 30.0"),
         ({"attn_type": "encoder"}, "DENSE_MLA supports attn_type decoder, got encoder"),
         ({"kv_sharing_target_layer_name": "other"}, "KV sharing is not supported for MLA"),
-        ({"kv_cache_dtype": "fp8"}, "DENSE_MLA supports kv_cache_dtype auto and bfloat16, got fp8"),
+        (
+            {"kv_cache_dtype": "float16"},
+            "DENSE_MLA: kv_cache_dtype must be auto or the model's dtype, bfloat16, got float16: queries and keys are multiplied as they are",
+        ),
         ({"kv_lora_rank": 256}, "DENSE_MLA supports kv_lora_rank 512 with qk_rope_head_dim 64, got 256 with 64"),
         ({"qk_rope_head_dim": 0}, "DENSE_MLA supports kv_lora_rank 512 with qk_rope_head_dim 64, got 512 with 0"),
     ],
@@ -188,5 +136,5 @@ def test_refusals(vllm_config, no_workspace, changes, message):
 
 
 def test_too_many_heads(vllm_config, workspace):
-    with pytest.raises(ValueError, match=r"^num_heads must be from 1 to 128, got 129$"):
+    with pytest.raises(ValueError, match=r"^a rank must attend with at most 128 query heads, got 129$"):
         make_impl(vllm_config, num_heads=129)

@@ -14,25 +14,21 @@ from model_inspection import inspect_in_process  # noqa: F401
 from dense_mla import DecodeProblem, workspace_size
 from vllm_dense_mla import cli
 from vllm_dense_mla.absent_gpu import planned_gpu
+from vllm_dense_mla.decode_steps import DecodeSteps
 from vllm_dense_mla.deployment import Deployment
-from vllm_dense_mla.plan import plan_lines
+from vllm_dense_mla.plan import plan_lines, workspace_tables
 
 MODELS = Path(__file__).parent / "model_configs"
 DCP8 = Deployment(
     model="a model",
-    heads=8,
+    steps=DecodeSteps(heads=8, capture_sizes=(1, 2, 4), max_num_seqs=4, context_world=8),
     mla_layers=61,
     model_mla_layers=61,
     page_size=64,
-    key_bytes=1152,
-    query_len=1,
     draft=None,
-    capture_sizes=(1, 2, 4),
-    max_num_seqs=4,
     max_model_len=262144,
     tensor_parallel=8,
     pipeline_parallel=1,
-    decode_context_parallel=8,
 )
 
 
@@ -72,7 +68,20 @@ def test_decode_context_parallelism_gathers_heads_and_shares_tokens() -> None:
     assert lines["GPUs"] == "8 (tensor parallel 8, decode context parallel 8), 132 SMs each"
     assert lines["heads"] == "8 query heads on a rank, 64 in its kernels: those of 8 ranks that share the keys"
     assert lines["KV a token"] == "1,152 bytes a layer; 8,784 on a rank (61 layers, over 8 ranks), 70,272 for the model's 61 MLA layers"
-    assert "draft" not in lines and "own weights" in dict(plan_lines(replace(DCP8, draft="a drafter"), 132))["draft"]
+    assert "query tokens:" not in lines["kernel"] and "draft" not in lines
+    assert "own weights" in dict(plan_lines(replace(DCP8, draft="a drafter"), 132))["draft"]
+
+
+def test_speculation_and_batch_invariance_are_in_the_plan() -> None:
+    """12 heads: 1 and 2 query tokens are up to 24 rows of a CTA and 3 to 5 more, which another kernel works on."""
+    steps = replace(DCP8.steps, heads=12, context_world=1, longest_query=5, batch_invariant=True)
+    deployment = replace(DCP8, steps=steps)
+    lines = dict(plan_lines(deployment, 132))
+    assert lines["kernel"] == "ForwardSm90 (query tokens: 1, 2), ForwardSm90Wide (query tokens: 3, 4, 5) for sm_90a"
+    assert lines["batch"] == "up to 4 requests of 1 to 5 query tokens; CUDA graphs of 3 sizes up to 4 tokens; batch invariant"
+    tables = workspace_tables(deployment, 132)[torch.bfloat16]
+    problem = DecodeProblem(12, 768, query_len=5, batch_invariant=True)
+    assert tables.largest == workspace_size(problem, 4, 132) and tables.largest.slots == 4 * 32
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,12 @@ import types
 import pytest
 import torch
 
+from dense_mla.arch import ARCHITECTURES
+from vllm_dense_mla import cache_dtypes
 from vllm_dense_mla.backend import DenseMLABackend
 
-CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
+UNSUPPORTED = [(7, 0), (7, 5), (9, 9), (13, 0)]
+CACHES = "auto, float16, bfloat16, fp8 or fp8_e4m3" if cache_dtypes.reads_fp8() else "auto, float16 or bfloat16"
 
 
 def reasons(capability=(9, 0), **changes):
@@ -33,43 +36,62 @@ def test_accepts_kv_connector():
     assert reasons(use_kv_connector=True) == []
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_capability(capability):
-    """Fault 79, wrong arch dispatch: Hopper, and a reason that names the capability everywhere else."""
-    found = reasons(capability)
-    if capability == (9, 0):
-        assert found == []
-    else:
-        (reason,) = found
-        assert f"{capability[0]}.{capability[1]}" in reason and "9.0" in reason
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "float16"])
+def test_accepts_models_of_float16(kv_cache_dtype):
+    assert reasons(dtype=torch.float16, kv_cache_dtype=kv_cache_dtype) == []
+
+
+@pytest.mark.parametrize(
+    "field", ["use_dcp", "use_batch_invariant", "use_non_causal", "use_kv_connector"], ids=lambda field: field.removeprefix("use_")
+)
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_accepts_on_every_gpu_that_has_kernels(capability, field):
+    """Fault 79, wrong arch dispatch. What is served does not depend on the GPU."""
+    assert reasons(capability, **{field: True}) == []
+
+
+def test_accepts_everything_at_once():
+    assert reasons(use_dcp=True, use_batch_invariant=True, use_non_causal=True, use_kv_connector=True, block_size=16) == []
+
+
+@pytest.mark.parametrize("capability", UNSUPPORTED)
+def test_other_gpus(capability):
+    """A reason that names the capability, and those that have kernels."""
+    (reason,) = reasons(capability)
+    assert f"{capability[0]}.{capability[1]}" in reason and all(f"{major}.{minor}" in reason for major, minor in ARCHITECTURES)
 
 
 REFUSALS = [
-    ({"dtype": torch.float16}, "dtype must be torch.bfloat16, got torch.float16"),
-    ({"dtype": torch.float32}, "dtype must be torch.bfloat16, got torch.float32"),
+    ({"dtype": torch.float32}, "dtype must be torch.bfloat16 or torch.float16, got torch.float32"),
     ({"head_size": 320}, "head_size must be 576 (kv_lora_rank 512 + qk_rope_head_dim 64), got 320"),
     ({"head_size": 512}, "head_size must be 576 (kv_lora_rank 512 + qk_rope_head_dim 64), got 512"),
-    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be auto or bfloat16, got fp8; an FP8 KV cache is not built"),
-    ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype must be auto or bfloat16, got fp8_e4m3; an FP8 KV cache is not built"),
-    ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype must be auto or bfloat16, got fp8_ds_mla; an FP8 KV cache is not built"),
-    ({"kv_cache_dtype": "float16"}, "kv_cache_dtype must be auto or bfloat16, got float16"),
+    (
+        {"kv_cache_dtype": "fp8_e5m2"},
+        f"kv_cache_dtype must be {CACHES}, got fp8_e5m2: the kernels read E4M3, whose numbers are four times as fine as those of E5M2",
+    ),
+    ({"kv_cache_dtype": "fp8_ds_mla"}, f"kv_cache_dtype must be {CACHES}, got fp8_ds_mla: its records of 656 bytes are for sparse MLA"),
+    (
+        {"kv_cache_dtype": "fp8_per_token_head"},
+        f"kv_cache_dtype must be {CACHES}, got fp8_per_token_head: the kernels take one scale for the whole cache",
+    ),
+    ({"kv_cache_dtype": "nvfp4"}, f"kv_cache_dtype must be {CACHES}, got nvfp4"),
+    (
+        {"kv_cache_dtype": "float16"},
+        "kv_cache_dtype must be auto or the model's dtype, bfloat16, got float16: queries and keys are multiplied as they are",
+    ),
+    (
+        {"kv_cache_dtype": "bfloat16", "dtype": torch.float16},
+        "kv_cache_dtype must be auto or the model's dtype, float16, got bfloat16: queries and keys are multiplied as they are",
+    ),
+    ({"use_per_head_quant_scales": True}, "scales of single heads are not supported: the latent KV cache has one head and one scale"),
     ({"block_size": 24}, "block_size must be a multiple of 16, got 24"),
     ({"block_size": 1}, "block_size must be a multiple of 16, got 1"),
     ({"use_sparse": True}, "sparse MLA is not supported: DENSE_MLA reads every key of a request"),
     ({"use_mla": False}, "DENSE_MLA is for models with Multi-head Latent Attention, this layer has none"),
-    ({"use_dcp": True}, "decode context parallelism is not built: decode_context_parallel_size must be 1"),
     ({"use_pcp": True}, "prefill context parallelism is not built: prefill_context_parallel_size must be 1"),
     (
-        {"use_batch_invariant": True},
-        "batch invariance (VLLM_BATCH_INVARIANT) is not built: how a request's keys are split depends on the rest of the batch",
-    ),
-    (
-        {"use_non_causal": True},
-        "non-causal attention is not supported: a decode step is one query token of each request, and it sees the keys up to itself",
-    ),
-    (
         {"use_adaptive_verification": True},
-        "adaptive verification of speculative decoding is not supported: a decode step is one query token of each request",
+        "adaptive verification of speculative decoding is not supported: a decode step has one query length, which the host has to know",
     ),
     ({"has_sliding_window": True}, "sliding window not supported"),
     ({"has_sink": True}, "attention sinks not supported"),
@@ -77,16 +99,15 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "reason"), REFUSALS, ids=[f"{k}={v}" for changes, _ in REFUSALS for k, v in changes.items()])
+@pytest.mark.parametrize(("changes", "reason"), REFUSALS, ids=["-".join(f"{k}={v}" for k, v in changes.items()) for changes, _ in REFUSALS])
 def test_refusal(changes, reason):
     """Fault 49, page sizes refused at selection and not at run time, among the others. One reason each, with the value."""
     assert reasons(**changes) == [reason]
 
 
 def test_refusals_add_up():
-    found = reasons((8, 0), dtype=torch.float16, use_dcp=True, use_non_causal=True)
-    assert len(found) == 5
-    assert any("8.0" in reason for reason in found) and "non-causal attention with decode context parallelism is not supported" in found
+    found = reasons((7, 5), dtype=torch.float32, use_pcp=True, block_size=24)
+    assert len(found) == 4 and any("7.5" in reason for reason in found)
 
 
 def test_kernel_pages():
@@ -103,22 +124,12 @@ def test_preferred_page_is_a_tile():
     assert [DenseMLABackend.get_preferred_block_size(size) for size in (16, 24, 64, 128)] == [64, 64, 64, 128]
 
 
-def test_graphs_hold_single_token_decodes(vllm_config):
-    """With speculative decoding vLLM then leaves verification out of full graphs, and our builder leaves it to prefill."""
-    from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
-    from vllm.v1.attention.backend import AttentionCGSupport
-
-    builder = DenseMLABackend.get_builder_cls()
-    assert builder.get_cudagraph_support(vllm_config, None) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    assert builder.query_len_support == QueryLenSupport.SINGLE_ONLY and builder.reorder_batch_threshold == 1
-    # vLLM recognises these by name and would share one workspace among builders.
-    assert not hasattr(builder, "_get_workspace_buffer") and not hasattr(builder, "set_workspace_buffer")
-
-
-def test_impl_declares_what_is_not_built():
-    impl = DenseMLABackend.get_impl_cls()
-    assert not (impl.supports_dcp or impl.supports_pcp or impl.can_return_lse_for_decode)
-    assert impl.lse_base_on_e
+def test_what_impl_and_builder_declare():
+    """vLLM asks the backend, which asks these. Prefill context parallelism is vLLM's default for an MLA layer, and not ours."""
+    impl, builder = DenseMLABackend.get_impl_cls(), DenseMLABackend.get_builder_cls()
+    assert impl.supports_dcp and impl.can_return_lse_for_decode and impl.lse_base_on_e and impl.supports_mtp_with_cp_non_trivial_interleave_size
+    assert not impl.supports_pcp
+    assert builder.supports_non_causal_multi_token_decode and builder.supports_non_causal_multi_token_dcp
 
 
 class BrokenModule(types.ModuleType):
@@ -142,12 +153,18 @@ def test_kernels_that_do_not_load_are_an_import_error(monkeypatch, module, reaso
 
 
 def test_other_gpus_do_not_load_cutlass(monkeypatch):
-    monkeypatch.setitem(sys.modules, "dense_mla.forward_sm90", BrokenModule("dense_mla.forward_sm90"))
-    assert len(reasons((12, 0))) == 1
+    for module in ("dense_mla.forward_sm90", "dense_mla.forward_sm80"):
+        monkeypatch.setitem(sys.modules, module, BrokenModule(module))
+    assert len(reasons((7, 5))) == 1
 
 
-def test_kernel_name(monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "heads", "name"),
+    [((9, 0), 8, "ForwardSm90 for sm_90a"), ((9, 0), 64, "ForwardSm90Wide for sm_90a"), ((12, 0), 8, "ForwardSm80 for sm_120a")],
+)
+def test_kernel_name(monkeypatch, capability, heads, name):
+    from dense_mla import DecodeProblem
     from vllm_dense_mla.metadata import kernel_name
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert kernel_name(torch.device("cuda", 0)) == "ForwardSm90 for sm_90a"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert kernel_name(types.SimpleNamespace(device=torch.device("cuda", 0), problem=DecodeProblem(heads, 64))) == name

@@ -13,7 +13,7 @@ import torch
 from model_inspection import inspect_in_process  # noqa: F401
 
 from dense_mla import unsupported_reason
-from vllm_dense_mla.backend import DenseMLABackend
+from vllm_dense_mla.cache_dtypes import reads_fp8
 from vllm_dense_mla.cli import main
 from vllm_dense_mla.deployment import describe, engine_config
 from vllm_dense_mla.plan import workspace_tables
@@ -40,6 +40,7 @@ class Expected:
     tokens: int = 1
     context_parallel: int = 1
     capability: tuple[int, int] = HOPPER
+    kv_cache_dtype: str = "bfloat16"
 
 
 K3, K2, LINEAR = "moonshotai/Kimi-K3", "moonshotai/Kimi-K2-Instruct-0905", "moonshotai/Kimi-Linear-48B-A3B-Instruct"
@@ -60,8 +61,8 @@ FILES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
 def refusal(expected: Expected) -> str | None:
     """What the backend says to this deployment, by its own capabilities: the file is right before the backend takes it, and says so."""
     reason = unsupported_reason(expected.capability)
-    if reason is None and expected.context_parallel > 1 and not DenseMLABackend.supports_dcp():
-        reason = "decode context parallelism is not built"
+    if reason is None and expected.kv_cache_dtype != "bfloat16" and not reads_fp8():
+        reason = "kv_cache_dtype must be auto, float16 or bfloat16, got fp8: an FP8 KV cache is not built"
     return reason
 
 
@@ -98,7 +99,7 @@ def test_parser_reads_it(name):
     assert args.nnodes == (2 if expected.gpus > 8 else 1)
     backend = AttentionConfig(backend=args.attention_backend).backend
     assert backend.name == "DENSE_MLA" and backend.get_path() == "vllm_dense_mla.backend.DenseMLABackend"
-    assert args.kv_cache_dtype == "bfloat16"
+    assert args.kv_cache_dtype == expected.kv_cache_dtype
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -112,13 +113,13 @@ def test_engine_arguments_build_and_the_backend_answers(name):
     assert not isinstance(found, str), found
     vllm_config, model = found
     deployment = describe(vllm_config, model)
-    assert (deployment.model, deployment.heads, deployment.page_size) == (expected.model, expected.heads, expected.page_size)
+    steps = deployment.steps
+    assert (deployment.model, steps.heads, deployment.page_size) == (expected.model, expected.heads, expected.page_size)
     assert deployment.token_bytes == expected.token_bytes
     assert deployment.tensor_parallel * deployment.pipeline_parallel == expected.gpus
     assert vllm_config.uniform_decode_query_len == expected.tokens
-    assert deployment.query_len in (1, expected.tokens)  # 1: the backend leaves verification to prefill
-    assert deployment.kernel_heads == expected.kernel_heads
-    assert deployment.capture_sizes and workspace_tables(deployment, 132)[torch.bfloat16].largest.total_bytes > 0
+    assert (steps.longest_query, steps.kernel_heads, steps.context_world) == (expected.tokens, expected.kernel_heads, expected.context_parallel)
+    assert steps.capture_sizes and workspace_tables(deployment, 132)[torch.bfloat16].largest.total_bytes > 0
 
 
 @pytest.mark.parametrize("name", FILES)
