@@ -41,23 +41,27 @@ ARCHITECTURES = {
 }
 
 
+# Where the kernels passed their tests on hardware. The portable kernel compiles for the others and may be forced; it is not chosen there.
+VERIFIED = (HOPPER,)
+
+
 def unsupported_reason(capability: tuple[int, int]) -> str | None:
-    """Why there is no kernel for a compute capability, or None where there is one."""
-    if capability in ARCHITECTURES:
+    """Why a compute capability is not served, or None where it is."""
+    if capability in VERIFIED:
         return None
-    supported = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
-    return f"compute capability {capability[0]}.{capability[1]} has no dense MLA kernel; supported: {supported}"
+    here, supported = f"{capability[0]}.{capability[1]}", ", ".join(f"{major}.{minor}" for major, minor in VERIFIED)
+    why = "its portable kernel has not passed its tests yet" if capability in ARCHITECTURES else "there is no kernel for it"
+    return f"compute capability {here} is not supported: {why}; supported: {supported} (H100, H200)"
 
 
 def architecture(capability: tuple[int, int]) -> Architecture:
-    """Facts of a supported capability.
+    """Facts of a capability that kernels compile for.
 
     Raises:
-        ValueError: no kernel for this capability.
+        ValueError: there is none.
     """
-    reason = unsupported_reason(capability)
-    if reason is not None:
-        raise ValueError(reason)
+    if capability not in ARCHITECTURES:
+        raise ValueError(unsupported_reason(capability))
     return ARCHITECTURES[capability]
 
 
@@ -71,7 +75,7 @@ def forward_class(capability: tuple[int, int], problem: DecodeProblem | None = N
 
     Args:
         problem: decides between the Hopper kernels; without one, the class for a few rows.
-        kernel: "sm80" forces the portable kernel on a Hopper GPU; by default each GPU runs the fastest that it has.
+        kernel: "sm80" forces the portable kernel; by default each GPU runs the fastest that it has.
 
     Raises:
         ValueError: no kernel for this capability, or no such kernel on it.

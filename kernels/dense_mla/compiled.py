@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .arch import architecture, build_forward
+from .arch import architecture, build_forward, unsupported_reason
 from .problem import DecodeProblem
 
 LOG2_E = math.log2(math.e)
@@ -78,6 +78,10 @@ def prepared_kernels(problem: DecodeProblem, device: torch.device, kernel: str |
         ValueError: the device has no kernel.
         RuntimeError: called for a new problem while a CUDA graph is captured.
     """
+    capability = torch.cuda.get_device_capability(device)
+    reason = unsupported_reason(capability)
+    if reason is not None and kernel is None:
+        raise ValueError(reason)
     # functools.cache lets two threads compute the same entry; the lock makes the second one wait.
     with _PREPARE_LOCK:
-        return _prepared(problem, device.index, torch.cuda.get_device_capability(device), kernel)
+        return _prepared(problem, device.index, capability, kernel)

@@ -40,7 +40,7 @@ class DenseMLADecoder:
             problem: what is static. Compiled once per problem and device, about 5 seconds; later calls share it.
             device: a CUDA device with a supported compute capability.
             max_requests: the largest batch that will be run, 1 to 4096.
-            kernel: "sm80" forces the portable kernel on a Hopper GPU; by default each GPU runs the fastest that it has.
+            kernel: "sm80" forces the portable kernel, which is not verified on hardware yet; by default a GPU runs the fastest that it has.
 
         Raises:
             ValueError: an unsupported device or a batch out of range.

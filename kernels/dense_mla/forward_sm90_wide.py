@@ -51,8 +51,6 @@ P_READY = 4  # named barriers, + owner of the tile: the owner has stored P and t
 # After so many chunks of its scores a warpgroup multiplies the other's P: the rope columns and its own half. Those chunks come first
 # because the previous tile in the stage gave them back first, and by then the other warpgroup is through with its softmax.
 CHUNKS_BEFORE_OTHER = 1 + HALF
-# A row's reference is not raised for a maximum up to 2^8 above it: the sums have the room, and scaling O, which nothing hides, becomes rare.
-SLACK_LOG2 = 8.0
 
 
 @dsl_user_op
@@ -275,7 +273,12 @@ class ForwardSm90Wide(ForwardSm90):
 
     @cute.jit
     def chunk_at(self, step: Any, owner: Int32) -> Int32:
-        """The chunk that the owner of a tile multiplies in a step: the rope columns, its own values, the other warpgroup's."""
+        """The chunk that the owner of a tile multiplies in a step: the rope columns, its own values, the other warpgroup's.
+
+        With batch invariance in one order for both: which of them owns a tile depends on the requests before, and a score's bits on the order.
+        """
+        if cutlass.const_expr(self.problem.batch_invariant):
+            owner = Int32(0)
         return Int32(ROPE) if step == 0 else (step - 1) ^ (owner * HALF)
 
     @cute.jit
@@ -430,7 +433,9 @@ class ForwardSm90Wide(ForwardSm90):
             for offset in cutlass.range_constexpr(1, 3):
                 tile_max = cute.arch.fmax(tile_max, cute.arch.shuffle_sync_bfly(tile_max, offset=offset))
             # The reference of a row that has seen no key is -inf, and -inf - -inf is NaN.
-            new_max = tile_max if tile_max > row_max[half] + SLACK_LOG2 else row_max[half]
+            # Letting the reference lag behind would save scaling O, but then the largest probability is no longer exactly 1: the error of
+            # P's rounding grows by a fifth where few keys count.
+            new_max = cute.arch.fmax(row_max[half], tile_max)
             self.raise_reference(statistics, new_max, half)
             reference = new_max if new_max > -Float32.inf else Float32(0.0)
             tile_sum = Float32(0.0)

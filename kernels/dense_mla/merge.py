@@ -17,7 +17,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from .prefetch import prefetch_l2
 from .problem import HEAD_DIM_V, DecodeProblem
 from .schedule import HEADER_WORDS, RANGE_WORDS, SPLIT_WORDS
 from .torch_types import cutlass_dtype
@@ -83,10 +82,7 @@ class Merge:
         sSums = storage.sums.get_tensor(cute.make_layout((VECTOR, 32, WARPS)))
         sWeights = storage.weights.get_tensor(cute.make_layout((32, WARPS)))
 
-        # Step 1: let the next kernel queue up, and share out the work. The schedule was complete before the forward started: it may be read
-        # before the wait.
-        if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_launch_dependents()
+        # Step 1: share out the work. The schedule was complete before the forward started: it may be read before the wait.
         vectors = mSchedule[0] * (self.rows * ROW_VECTORS)
         lane_log2, warp_log2 = Int32(0), Int32(0)
         if cutlass.const_expr(self.batch_invariant):
@@ -109,14 +105,10 @@ class Merge:
         vector = cutlass.max(cutlass.min(base + column, vectors - 1), 0)
         request, first, pieces = self.split_of(mSchedule, num_ranges, vector)
 
-        # The first access of an SM to the partials pays for the address translation: let it do so while the forward still runs.
-        if vectors > 0:
-            prefetch_l2(mLsePartial[first, None].iterator)
-            prefetch_l2(mOutPartial[first, vector // ROW_VECTORS % self.rows, None].iterator)
-
         # Step 2: the forward's partials. Also where nothing is split: our end must not come before the forward's.
         if cutlass.const_expr(self.dependent_launch):
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         while base < vectors:
             row = vector // ROW_VECTORS % self.rows
             total = cute.make_rmem_tensor((VECTOR,), Float32)

@@ -64,8 +64,9 @@ class Step:
         self.case.check(self.result, self.lse, self.decoder.problem.partial_dtype)
 
 
-def decode(case: Case, partial_dtype: torch.dtype, *, return_lse: bool = True, batch_invariant: bool = False) -> Step:
-    step = Step.of(case, partial_dtype, return_lse=return_lse, batch_invariant=batch_invariant)
+def decode(case: Case, partial_dtype: torch.dtype, **options: Any) -> Step:
+    """Plan, run and check one step; `options` as of `Step.of`."""
+    step = Step.of(case, partial_dtype, **options)
     step.plan()
     step.run()
     step.check()

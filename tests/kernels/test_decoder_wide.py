@@ -29,12 +29,12 @@ def test_page_sizes(heads: int, page_size: int) -> None:
 
 def test_many_short_requests_in_one_range() -> None:
     """Five requests a CTA and more, each of one to three tiles: Q and the statistics change with tiles of the next request on their way."""
-    decode(cases.gaussian([1 + 37 * i % 190 for i in range(256)] * 3, DEVICE, heads=64), torch.bfloat16)
+    decode(cases.gaussian([1 + 37 * i % 190 for i in range(768)], DEVICE, heads=64), torch.bfloat16, max_requests=768)
 
 
 @pytest.mark.parametrize("slope", [-6.0, 0.25, 1.0, 5.0, 5.7, 9.0])
 def test_logits_that_climb_from_tile_to_tile(slope: float) -> None:
-    """`slope` nats a tile: a reference stays behind its maximum by up to 2^8, follows every few tiles, or follows every tile."""
+    """`slope` nats a tile: the maximum stays, or rises with every tile."""
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(3, 64, 576, generator=generator)
     q[:, :, 0] = 1 / cases.SCALE
@@ -44,8 +44,8 @@ def test_logits_that_climb_from_tile_to_tile(slope: float) -> None:
     cache = cases.paged([k.bfloat16().to(DEVICE) for k in keys], 64)
     q = q.bfloat16().to(DEVICE)
     out, lse = attention(q, *cache, cases.SCALE)
-    # FP32 holds a logit of 2^8 to 2^-16.
-    decode(cases.Case("climbing logits", q, *cache, out, lse, lse_atol=1e-4), torch.float32)
+    # A base-2 logit of up to 2^9 is held to 2^-15 in FP32, and so is each of its sums.
+    decode(cases.Case("climbing logits", q, *cache, out, lse, lse_atol=4e-4), torch.float32)
 
 
 @pytest.mark.parametrize("heads", [64, 128])
