@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_TOKENS = 48
+LOGPROBS = 5  # that are asked for at every position: near-ties of three tokens happen
 LOGPROB_BAR = 0.1  # vLLM's own MLA backends are up to 0.08 apart on such a model: BF16 noise
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids, their logprobs, and the likeliest other token of every position with its logprob."""
+    """Token ids, their logprobs, and the likeliest other tokens of every position with their logprobs."""
 
     prompt_tokens: int
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    runner_up_ids: tuple[int, ...]
-    runner_up_logprobs: tuple[float, ...]
+    other_ids: tuple[tuple[int, ...], ...]
+    other_logprobs: tuple[tuple[float, ...], ...]
 
     @classmethod
     def from_steps(cls, prompt_tokens: int, ids: Sequence[int], steps: Sequence[Mapping[int, float]]) -> Answer:
@@ -29,20 +30,22 @@ class Answer:
             ValueError: they do not, or there is not one for every token.
         """
         if len(ids) != len(steps) or any(token not in step or len(step) < 2 for token, step in zip(ids, steps)):
-            raise ValueError(f"the answer to the prompt of {prompt_tokens} tokens lacks logprobs of its tokens or of their runners-up")
-        others = [max((item for item in step.items() if item[0] != token), key=lambda item: item[1]) for token, step in zip(ids, steps)]
+            raise ValueError(f"the answer to the prompt of {prompt_tokens} tokens lacks logprobs of its tokens or of others")
+        others = [sorted((item for item in step.items() if item[0] != token), key=lambda item: -item[1]) for token, step in zip(ids, steps)]
         logprobs = tuple(round(step[token], 5) for token, step in zip(ids, steps))
-        return cls(prompt_tokens, tuple(ids), logprobs, tuple(token for token, _ in others), tuple(round(value, 5) for _, value in others))
+        other_ids = tuple(tuple(token for token, _ in position) for position in others)
+        return cls(prompt_tokens, tuple(ids), logprobs, other_ids, tuple(tuple(round(value, 5) for _, value in position) for position in others))
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Answer:
         """From the object that `dataclasses.asdict` made, read back from a file."""
-        lists = ("ids", "logprobs", "runner_up_ids", "runner_up_logprobs")
-        return cls(content["prompt_tokens"], *(tuple(content[name]) for name in lists))
+        nested = (tuple(map(tuple, content[name])) for name in ("other_ids", "other_logprobs"))
+        return cls(content["prompt_tokens"], tuple(content["ids"]), tuple(content["logprobs"]), *nested)
 
     def lead_over(self, token: int, position: int) -> float:
-        """Logprob of the answer's token at a position minus that of `token`; infinite unless `token` is the runner-up."""
-        return self.logprobs[position] - self.runner_up_logprobs[position] if self.runner_up_ids[position] == token else math.inf
+        """Logprob of the answer's token at a position minus that of `token`; infinite unless `token` is among the likeliest others."""
+        others = dict(zip(self.other_ids[position], self.other_logprobs[position]))
+        return self.logprobs[position] - others[token] if token in others else math.inf
 
 
 @dataclass(frozen=True)

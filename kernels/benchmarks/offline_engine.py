@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks of this checkout
 
-from benchmarks.answers import MAX_TOKENS, Answer
+from benchmarks.answers import LOGPROBS, MAX_TOKENS, Answer
 from benchmarks.variants import prompts
 
 
@@ -23,7 +23,7 @@ def generate(engine: Any, rounds: list[list[int]]) -> list[Answer]:
     """Greedy answers to the prompts of all rounds, in order."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=MAX_TOKENS, logprobs=2)
+    sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=MAX_TOKENS, logprobs=LOGPROBS)
     found = []
     for lengths in rounds:
         outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts(lengths)], sampling, use_tqdm=False)

@@ -148,7 +148,7 @@ def answered(port: int, request: LoadRequest, deadline: float) -> Answer:
     answer = answer_of(len(request.prompt), choice)
     if len(answer.ids) != request.max_tokens:
         raise ValueError(f"asked for {request.max_tokens} tokens after {len(request.prompt)}, got {len(answer.ids)}")
-    if not all(map(math.isfinite, answer.logprobs + answer.runner_up_logprobs)):
+    if not all(map(math.isfinite, answer.logprobs)):
         raise RuntimeError(f"a logprob after {len(request.prompt)} tokens is not finite")
     return answer
 

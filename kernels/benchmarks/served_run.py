@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.answers import MAX_TOKENS, Answer
+from benchmarks.answers import LOGPROBS, MAX_TOKENS, Answer
 from benchmarks.engine_process import EngineProcess, free_port, post, wait_until_healthy
 from benchmarks.evidence import error_text
 from benchmarks.variants import PLAIN, PROMPT_TOKENS, VARIANTS, Variant, prompts
@@ -170,7 +170,7 @@ def complete(port: int, asked: Sequence[Sequence[int]], deadline: float) -> list
 
 
 def completion_body(asked: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
-    """A request for greedy answers with their logprobs and the runners-up's."""
+    """A request for greedy answers with the logprobs of the likeliest tokens."""
     return {
         "model": MODEL_NAME,
         "prompt": asked,
@@ -179,7 +179,7 @@ def completion_body(asked: Sequence[Sequence[int]], max_tokens: int) -> dict[str
         "ignore_eos": True,
         "detokenize": False,
         "return_token_ids": True,
-        "logprobs": 2,
+        "logprobs": LOGPROBS,
         "return_tokens_as_token_ids": True,  # without a tokenizer there is no other name for a token
     }
 

@@ -10,7 +10,7 @@ from benchmarks.variants import PROMPT_TOKENS, VARIANTS, prompts
 
 
 def answer(ids: tuple[int, ...], logprobs: tuple[float, ...], runner_up: int = 90, lead: float = 3.0) -> Answer:
-    return Answer(17, ids, logprobs, (runner_up,) * len(ids), tuple(value - lead for value in logprobs))
+    return Answer(17, ids, logprobs, ((runner_up,),) * len(ids), tuple((value - lead,) for value in logprobs))
 
 
 LEFT = answer((5, 6, 7), (-0.5, -0.6, -0.7))
@@ -24,8 +24,8 @@ def test_equal_ids_within_the_bar() -> None:
 
 
 def test_gap_counts_only_while_ids_agree() -> None:
-    near = replace(answer((5, 60, 7), (-0.5, -0.6, -5.0)), runner_up_ids=(90, 6, 90), runner_up_logprobs=(-3.5, -0.65, -9.0))
-    left = replace(LEFT, runner_up_ids=(90, 60, 90), runner_up_logprobs=(-3.5, -0.75, -3.7))
+    near = replace(answer((5, 60, 7), (-0.5, -0.6, -5.0)), other_ids=((90,), (6,), (90,)), other_logprobs=((-3.5,), (-0.65,), (-9.0,)))
+    left = replace(LEFT, other_ids=((90,), (3, 60), (90,)), other_logprobs=((-3.5,), (-0.7, -0.75), (-3.7,)))
     agreement = Agreement.of(left, near)
     assert (agreement.agreeing, agreement.logprob_gap) == (1, 0.0)
     assert agreement.lead == pytest.approx(0.15)  # the larger of the two sides' preferences
@@ -54,9 +54,9 @@ def test_answers_of_other_prompts_or_lengths_are_not_compared() -> None:
         Agreement.of(LEFT, replace(LEFT, prompt_tokens=64))
 
 
-def test_answer_keeps_the_likeliest_other_token() -> None:
+def test_answer_keeps_the_likeliest_other_tokens() -> None:
     made = Answer.from_steps(17, [5, 6], [{5: -0.1, 9: -3.0, 4: -2.0}, {2: -0.2, 6: -0.4}])
-    assert made == Answer(17, (5, 6), (-0.1, -0.4), (4, 2), (-2.0, -0.2))
+    assert made == Answer(17, (5, 6), (-0.1, -0.4), ((4, 9), (2,)), ((-2.0, -3.0), (-0.2,)))
     assert Answer.from_json(asdict(made)) == made
 
 

@@ -54,7 +54,7 @@ open(sys.argv[1], "w").write(sys.argv[2])
 
 
 def answers(logprob: float = -0.25) -> list[Answer]:
-    return [Answer(n, (5,) * 48, (logprob,) * 48, (9,) * 48, (-2.0,) * 48) for n in PROMPT_TOKENS]
+    return [Answer(n, (5,) * 48, (logprob,) * 48, ((9,),) * 48, ((-2.0,),) * 48) for n in PROMPT_TOKENS]
 
 
 def record(name: str, found: list[Answer], error: str | None = None) -> RunRecord:
