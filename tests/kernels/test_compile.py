@@ -65,6 +65,7 @@ def assert_no_spills(code: MachineCode) -> None:
 
 @pytest.mark.parametrize("problem", FORWARDS, ids=lambda p: f"{p.num_heads}x{p.page_size}-{p.partial_dtype}")
 def test_every_kernel_of_a_problem(problem: DecodeProblem, tmp_path: Path) -> None:
+    """Fault 70: spills and joins that fail show here, for every number of rows. (That the trace carries the rescale: cases.peak_at.)"""
     kernels = compile_kernels(problem, CAPABILITY, "--keep-cubin", f"--dump-dir {tmp_path}")
     forward, merge, schedule = (disassemble(k, tmp_path) for k in (kernels.forward, kernels.merge, kernels.schedule))
     for code in (forward, merge, schedule):
