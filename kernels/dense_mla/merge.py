@@ -77,10 +77,12 @@ class Merge:
         class Storage:
             sums: cute.struct.Align[cute.struct.MemRange[Float32, THREADS * VECTOR], 16]
             weights: cute.struct.MemRange[Float32, THREADS]
+            maxima: cute.struct.MemRange[Float32, THREADS]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         sSums = storage.sums.get_tensor(cute.make_layout((VECTOR, 32, WARPS)))
         sWeights = storage.weights.get_tensor(cute.make_layout((32, WARPS)))
+        sMaxima = storage.maxima.get_tensor(cute.make_layout((32, WARPS)))
 
         # Step 1: share out the work. The schedule was complete before the forward started: it may be read before the wait.
         vectors = mSchedule[0] * (self.rows * ROW_VECTORS)
@@ -112,12 +114,10 @@ class Merge:
         while base < vectors:
             row = vector // ROW_VECTORS % self.rows
             total = cute.make_rmem_tensor((VECTOR,), Float32)
-            maximum, weight = self.add_pieces(
-                mOutPartial, mLsePartial, total, first, pieces, row, vector % ROW_VECTORS, lane, strand, strands
-            )
-            weight = self.add_lanes(total, weight, lane_log2)
+            maximum, weight = self.add_pieces(mOutPartial, mLsePartial, total, first, pieces, row, vector % ROW_VECTORS, strand, strands)
+            maximum, weight = self.add_lanes(total, maximum, weight, lane_log2)
             if warp_log2 > 0:
-                weight = self.add_warps(sSums, sWeights, total, weight, lane, warp, warp_strand, warp_log2)
+                maximum, weight = self.add_warps(sSums, sWeights, sMaxima, total, maximum, weight, lane, warp, warp_strand, warp_log2)
             if strand == 0:
                 if base + column < vectors:
                     self.store(total, maximum, weight, mOut, mLse, request, row, vector % ROW_VECTORS)
@@ -142,29 +142,27 @@ class Merge:
         pieces: Int32,
         row: Int32,
         column: Int32,
-        lane: Int32,
         strand: Int32,
         strands: Int32,
     ) -> tuple[Float32, Float32]:
-        """Weighted sum of this strand's pieces (strand, strand + strands, ...); returns the maximum of all pieces and the strand's weight."""
+        """Weighted sum of this strand's pieces (strand, strand + strands, ...), with their maximum and the sum of their weights.
+
+        Each strand goes by its own maximum: a look at the LSEs of all pieces would touch a line of memory for every one of them.
+        """
         lse = cute.make_rmem_tensor((BATCH,), Float32)
         values = cute.make_rmem_tensor((VECTOR, BATCH), self.partial_dtype)
-        # Step 1: the first values are on their way while the maximum is found.
-        self.load_pieces(mOutPartial, mLsePartial, lse, values, first, pieces, row, column, strand, strands)
-        maximum = -Float32.inf
-        for i in cutlass.range_constexpr(BATCH):
-            if lane + 32 * i < pieces:
-                maximum = cute.arch.fmax(maximum, mLsePartial[first + lane + 32 * i, row])
-        for piece in cutlass.range(lane + 32 * BATCH, pieces, 32, unroll=1):
-            maximum = cute.arch.fmax(maximum, mLsePartial[first + piece, row])
-        for i in cutlass.range_constexpr(5):
-            maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, offset=1 << i))
-        # Step 2: sum. Where every piece is empty the maximum is -inf, and inf - inf would be NaN.
-        reference = maximum if maximum > -Float32.inf else Float32(0.0)
-        weight = Float32(0.0)
+        maximum, weight = -Float32.inf, Float32(0.0)
         total.fill(0.0)
-        base = strand
-        while base < pieces:
+        for base in cutlass.range(strand, pieces, strands * BATCH, unroll=1):
+            self.load_pieces(mOutPartial, mLsePartial, lse, values, first, pieces, row, column, base, strands)
+            new_maximum = maximum
+            for i in cutlass.range_constexpr(BATCH):
+                new_maximum = cute.arch.fmax(new_maximum, lse[i])
+            reference = self.finite(new_maximum)
+            factor = cute.math.exp2(maximum - reference, fastmath=True)
+            weight = weight * factor
+            for j in cutlass.range_constexpr(VECTOR):
+                total[j] = total[j] * factor
             for i in cutlass.range_constexpr(BATCH):
                 w = cute.math.exp2(lse[i] - reference, fastmath=True)
                 weight += w
@@ -172,10 +170,13 @@ class Merge:
                     # An empty piece's values were never written: not even times 0.
                     value = values[j, i].to(Float32)
                     total[j] = total[j] + w * value if w > 0.0 else total[j]
-            base += strands * BATCH
-            if base < pieces:
-                self.load_pieces(mOutPartial, mLsePartial, lse, values, first, pieces, row, column, base, strands)
+            maximum = new_maximum
         return maximum, weight
+
+    @cute.jit
+    def finite(self, maximum: Float32) -> Float32:
+        """What to subtract from an LSE: where every piece is empty the maximum is -inf, and inf - inf would be NaN."""
+        return maximum if maximum > -Float32.inf else Float32(0.0)
 
     @cute.jit
     def load_pieces(
@@ -201,41 +202,58 @@ class Merge:
                 cute.autovec_copy(source, values[None, i])
 
     @cute.jit
-    def add_lanes(self, total: cute.Tensor, weight: Float32, lane_log2: Int32) -> Float32:
+    def add_lanes(self, total: cute.Tensor, maximum: Float32, weight: Float32, lane_log2: Int32) -> tuple[Float32, Float32]:
         """Adds the strands of a warp into all of its lanes."""
         for i in cutlass.range_constexpr(LANE_STRANDS_LOG2):
             if i < lane_log2:
-                weight += cute.arch.shuffle_sync_bfly(weight, offset=16 >> i)
+                other_maximum = cute.arch.shuffle_sync_bfly(maximum, offset=16 >> i)
+                new_maximum = cute.arch.fmax(maximum, other_maximum)
+                reference = self.finite(new_maximum)
+                mine = cute.math.exp2(maximum - reference, fastmath=True)
+                others = cute.math.exp2(other_maximum - reference, fastmath=True)
+                weight = weight * mine + cute.arch.shuffle_sync_bfly(weight, offset=16 >> i) * others
                 for j in cutlass.range_constexpr(VECTOR):
-                    total[j] = total[j] + cute.arch.shuffle_sync_bfly(total[j], offset=16 >> i)
-        return weight
+                    total[j] = total[j] * mine + cute.arch.shuffle_sync_bfly(total[j], offset=16 >> i) * others
+                maximum = new_maximum
+        return maximum, weight
 
     @cute.jit
     def add_warps(
         self,
         sSums: cute.Tensor,
         sWeights: cute.Tensor,
+        sMaxima: cute.Tensor,
         total: cute.Tensor,
+        maximum: Float32,
         weight: Float32,
         lane: Int32,
         warp: Int32,
         warp_strand: Int32,
         warp_log2: Int32,
-    ) -> Float32:
-        """Adds the strands of neighbouring warps, in order, into the first of them. The maximum is common, so they only add."""
+    ) -> tuple[Float32, Float32]:
+        """Adds the strands of neighbouring warps, in order, into the first of them."""
         cute.autovec_copy(total, sSums[None, lane, warp])
         sWeights[lane, warp] = weight
+        sMaxima[lane, warp] = maximum
         cute.arch.sync_threads()
         if warp_strand == 0:
-            part = cute.make_rmem_tensor((VECTOR,), Float32)
+            warps = Int32(1) << warp_log2
             for i in cutlass.range_constexpr(1, 1 << WARP_STRANDS_LOG2):
-                if i < Int32(1) << warp_log2:
-                    weight += sWeights[lane, warp + i]
+                if i < warps:
+                    maximum = cute.arch.fmax(maximum, sMaxima[lane, warp + i])
+            reference = self.finite(maximum)
+            weight = Float32(0.0)
+            total.fill(0.0)
+            part = cute.make_rmem_tensor((VECTOR,), Float32)
+            for i in cutlass.range_constexpr(1 << WARP_STRANDS_LOG2):
+                if i < warps:
+                    factor = cute.math.exp2(sMaxima[lane, warp + i] - reference, fastmath=True)
+                    weight += sWeights[lane, warp + i] * factor
                     cute.autovec_copy(sSums[None, lane, warp + i], part)
                     for j in cutlass.range_constexpr(VECTOR):
-                        total[j] = total[j] + part[j]
+                        total[j] = total[j] + part[j] * factor
         cute.arch.sync_threads()
-        return weight
+        return maximum, weight
 
     @cute.jit
     def store(
