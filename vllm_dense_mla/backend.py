@@ -11,9 +11,9 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1.attention.backend import MultipleOf
 
 from dense_mla.arch import forward_class, unsupported_reason
-from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS
+from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
 
-from .cache_dtypes import refuse_cache_dtype, supported_cache_dtypes
+from .cache_dtypes import E4M3, refuse_cache_dtype, supported_cache_dtypes
 from .decode_steps import read_steps
 from .impl import DenseMLAImpl
 from .metadata import DenseMLAMetadataBuilder
@@ -91,10 +91,17 @@ class DenseMLABackend(MLACommonBackend):
         head_size: int,
         dtype: torch.dtype,
         kv_cache_dtype: CacheDType | None,
-        *_: object,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
     ) -> str | None:
-        """A reason for a cache that the kernels read, and not with this model."""
-        return refuse_cache_dtype(kv_cache_dtype, dtype) if cls.supports_kv_cache_dtype(kv_cache_dtype) else None
+        """A reason for a cache that the kernels read, and not with this model or on this GPU."""
+        if not cls.supports_kv_cache_dtype(kv_cache_dtype):
+            return None
+        return refuse_cache_dtype(kv_cache_dtype, dtype) or _refuse_fp8_here(kv_cache_dtype, device_capability)
 
     @classmethod
     def validate_configuration(cls, **request: Any) -> list[str]:
@@ -113,6 +120,18 @@ def _load_kernels(capability: tuple[int, int]) -> None:
     except Exception as error:
         # A broken CUTLASS or CUDA install raises all kinds; vLLM takes ImportError for a refusal, and lets others through raw.
         raise ImportError(f"{BACKEND_NAME} cannot load its kernels: {type(error).__name__}: {error}") from error
+
+
+def _refuse_fp8_here(kv_cache_dtype: str | None, capability: DeviceCapability) -> str | None:
+    """Why a GPU that has kernels has none for an FP8 cache. A GPU without any is not spoken of."""
+    here = (capability.major, capability.minor)
+    if kv_cache_dtype not in E4M3 or unsupported_reason(here) is not None:
+        return None
+    try:
+        forward_class(here, DecodeProblem(1, TILE_KEYS, kv_dtype=torch.float8_e4m3fn))
+    except ValueError as error:
+        return f"kv_cache_dtype {kv_cache_dtype} is not supported on this GPU: {error}"
+    return None
 
 
 def _refused_steps() -> list[str]:

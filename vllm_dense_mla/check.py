@@ -16,18 +16,19 @@ from typing import Any, Literal
 import torch
 
 from dense_mla import DecodeProblem, reference, unsupported_reason
-from dense_mla.arch import compile_target, forward_class
-from dense_mla.problem import PARTIAL_DTYPES
+from dense_mla.arch import ARCHITECTURES, compile_target, forward_class
+from dense_mla.problem import PARTIAL_DTYPES, TILE_KEYS
 
 from . import __version__
+from .cache_dtypes import reads_fp8
 from .demo import H200_SMS, PARTIAL_NAMES, decode_on_cpu, decode_on_gpu, make_batch
 
 Status = Literal["ok", "failed", "not run"]
 
 VLLM_SERIES = "0.33"
 DISTRIBUTIONS = ("vllm", "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
-CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))  # that vLLM's CUDA builds name
-SELF_TESTS = ((12, 768), (16, 64))  # heads and page size of a rank: Kimi-K3's and DeepSeek-V3's at tensor parallel 8
+# Heads and page size of a rank: Kimi-K3's and DeepSeek-V3's at tensor parallel 8, and of one that sees all heads of Kimi-K2.
+SELF_TESTS = ((12, 768), (16, 64), (64, 64))
 # Relative L2 against FP64, in units of what rounding the exact answer to BF16 costs. P is rounded to BF16 too; with BF16 partials so are they.
 ERROR_BOUNDS = {torch.bfloat16: 1.6, torch.float32: 1.2}
 LEAST_SHARE = 0.5  # of the read bandwidth; less than half says that something else has the GPU, or that its clocks are held down
@@ -143,7 +144,8 @@ def _check_kernels() -> Check:
     lines = [_kernel_line(name, capabilities, here) for name, capabilities in kernel_table().items()]
     refused = {index: reason for index, capability in here.items() if (reason := unsupported_reason(capability)) is not None}
     lines += [f"GPU {index}: {reason}" for index, reason in refused.items()]
-    values = {"kernels": {str(index): kernel_name(capability) for index, capability in here.items() if index not in refused}}
+    served = {index: capability for index, capability in here.items() if index not in refused}
+    values = {"kernels": {str(index): f"{', '.join(kernel_names(each))} for {compile_target(each)}" for index, each in served.items()}}
     status: Status = "failed" if refused else "ok" if here else "not run"
     return Check("kernels", status, "\n".join(lines), values)
 
@@ -151,15 +153,25 @@ def _check_kernels() -> Check:
 def kernel_table() -> dict[str, list[tuple[int, int]]]:
     """The forward kernels, by name, and the compute capabilities that each serves."""
     table: dict[str, list[tuple[int, int]]] = {}
-    for capability in CAPABILITIES:
-        if unsupported_reason(capability) is None:
-            table.setdefault(forward_class(capability).__name__, []).append(capability)
+    for capability in ARCHITECTURES:
+        for name in kernel_names(capability) if unsupported_reason(capability) is None else ():
+            table.setdefault(name, []).append(capability)
     return table
 
 
-def kernel_name(capability: tuple[int, int]) -> str:
-    """The forward kernel of a supported capability, and the architecture that it is compiled for."""
-    return f"{forward_class(capability).__name__} for {compile_target(capability)}"
+def kernel_names(capability: tuple[int, int]) -> list[str]:
+    """The forward kernels of a supported capability: for few rows and for many, and for what caches there are."""
+    problems = [DecodeProblem(heads, page_size) for heads, page_size in SELF_TESTS]
+    if reads_fp8():
+        problems.append(DecodeProblem(1, TILE_KEYS, kv_dtype=torch.float8_e4m3fn))
+    return list(dict.fromkeys(name for problem in problems if (name := _kernel_of(capability, problem)) is not None))
+
+
+def _kernel_of(capability: tuple[int, int], problem: DecodeProblem) -> str | None:
+    try:
+        return forward_class(capability, problem).__name__
+    except ValueError:  # not every GPU has a kernel for every cache
+        return None
 
 
 def _kernel_line(name: str, capabilities: list[tuple[int, int]], here: dict[int, tuple[int, int]]) -> str:

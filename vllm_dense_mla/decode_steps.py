@@ -59,10 +59,8 @@ class DecodeSteps:
                 f"num_speculative_tokens must be at most {MAX_QUERY_LEN - 1}"
             )
         if self.kernel_heads > MAX_HEADS:
-            reasons.append(
-                f"a rank must attend with at most {MAX_HEADS} query heads, got {self.heads}"
-                + (f" x {self.context_world} ranks of decode context parallelism" if self.context_world > 1 else "")
-            )
+            ranks = f" x {self.context_world} ranks of decode context parallelism" if self.context_world > 1 else ""
+            reasons.append(f"a rank must attend with at most {MAX_HEADS} query heads, got {self.heads}{ranks}")
         return reasons
 
     def problems(self, page_size: int, partial_dtype: torch.dtype, *, causal: bool = True, context_rank: int = 0) -> dict[int, DecodeProblem]:

@@ -14,7 +14,7 @@ from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V
 
 from .cache_dtypes import refuse_cache_dtype
 from .decode_steps import read_steps
-from .metadata import DenseMLAMetadata
+from .metadata import DenseMLAMetadata, logger
 from .registration import BACKEND_NAME
 from .settings import load_settings
 
@@ -78,6 +78,7 @@ class DenseMLAImpl(MLACommonImpl[DenseMLAMetadata]):
             )
         self.supports_quant_query_input = False
         self._steps = read_steps(config, num_heads, kv_cache_dtype)
+        self._unit_scale: torch.Tensor | None = None
         self._reserved_bytes = 0
         self.reserve_workspace()
 
@@ -106,12 +107,15 @@ class DenseMLAImpl(MLACommonImpl[DenseMLAMetadata]):
         """
         decode = attn_metadata.decode
         assert decode is not None
+        cache, scale = kv_c_and_k_pe_cache, {}
+        if self._steps.kv_dtype == torch.float8_e4m3fn:
+            cache, scale = cache.view(torch.float8_e4m3fn), {"k_scale": self._k_scale(layer, cache.device)}
         rows = q[0] if isinstance(q, tuple) else q
         out = rows.new_empty((rows.shape[0], rows.shape[1], HEAD_DIM_V))
         lse = rows.new_empty(rows.shape[:2], dtype=torch.float32) if decode.decoder.problem.return_lse else None
         decode.decoder.run(
             q,
-            kv_c_and_k_pe_cache,
+            cache,
             decode.block_table,
             decode.request_lens,
             schedule=decode.schedule,
@@ -121,8 +125,25 @@ class DenseMLAImpl(MLACommonImpl[DenseMLAMetadata]):
             lse=lse,
             total_lens=decode.total_lens,
             max_seq_len=decode.max_seq_len,
+            **scale,
         )
         return out, lse
+
+    def _k_scale(self, layer: AttentionLayer | None, device: torch.device) -> torch.Tensor:
+        """The scale of an FP8 cache, [1] FP32 on the device: read there by every launch, so that one that changes after a capture counts.
+
+        Raises:
+            ValueError: several scales.
+        """
+        scale = getattr(layer, "_k_scale", None)
+        if scale is None:
+            logger.info_once("%s: a layer has no scale for its FP8 KV cache, 1.0 is taken", BACKEND_NAME, scope="global")
+            if self._unit_scale is None:
+                self._unit_scale = torch.ones(1, dtype=torch.float32, device=device)
+            return self._unit_scale
+        if scale.numel() != 1:
+            raise ValueError(f"an FP8 KV cache must have one scale, got {tuple(scale.shape)}")
+        return scale.view(1)
 
     def _workspace(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """`num_bytes` of the shared workspace, valid until this layer returns.

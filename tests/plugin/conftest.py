@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,7 +167,11 @@ class ReferenceDecoder:
         assert kv_cache.dtype == problem.kv_dtype and self.scheduled[-1] == seq_lens.tolist()
         assert rest["max_seq_len"] <= block_table.shape[1] * problem.page_size
         self.runs.append({"q": q, "kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens, **rest})
-        scale = {"k_scale": float(rest["k_scale"])} if "k_scale" in rest else {}
+        if kv_cache.dtype == torch.float8_e4m3fn:  # the reference on the dequantised cache
+            assert rest["k_scale"].shape == (1,) and rest["k_scale"].dtype == torch.float32
+            kv_cache, problem = (kv_cache.float() * rest["k_scale"]).bfloat16(), replace(problem, kv_dtype=torch.bfloat16)
+        else:
+            assert "k_scale" not in rest
         out, lse = reference.decode(
             problem,
             q,
@@ -177,7 +182,6 @@ class ReferenceDecoder:
             num_ranges=self.num_ranges,
             workspace=rest["workspace"],
             total_lens=rest["total_lens"],
-            **scale,
         )
         rest["out"].copy_(out)
         if rest["lse"] is not None:
@@ -235,8 +239,8 @@ def speculate(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[logging.LogRecord]:
-    """What the plugin logs, and no line remembered as said."""
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
+    """What the plugin logs, whatever vLLM's level, and no line remembered as said."""
     from vllm.logger import _print_info_once
 
     records: list[logging.LogRecord] = []
@@ -244,17 +248,19 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[logging.LogRecord]:
     handler.emit = records.append
     logger = logging.getLogger("vllm.dense_mla")
     monkeypatch.setattr(logger, "handlers", [handler])
+    logger.setLevel(logging.INFO)
     _print_info_once.cache_clear()
-    return records
+    yield records
+    logger.setLevel(logging.NOTSET)
 
 
-def make_builder(vllm_config: Any, page_size: int = 64) -> Any:
+def make_builder(vllm_config: Any, page_size: int = 64, kv_cache_dtype: str = "auto", dtype: torch.dtype = torch.bfloat16) -> Any:
     """A metadata builder, built as vLLM builds it, for a KV-cache group whose kernels see pages of `page_size`."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     from vllm_dense_mla.metadata import DenseMLAMetadataBuilder
 
-    spec = MLAAttentionSpec(block_size=page_size, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    spec = MLAAttentionSpec(block_size=page_size, num_kv_heads=1, head_size=576, dtype=dtype, cache_dtype_str=kv_cache_dtype)
     return DenseMLAMetadataBuilder(spec, ["layer"], vllm_config, torch.device("cpu"))
 
 

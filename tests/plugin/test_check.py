@@ -133,17 +133,18 @@ def test_gpus_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     found = check._check_kernels()
     assert found.status == "failed"
     assert "ForwardSm90 runs on GPU 1" in found.text.splitlines()
-    assert re.search(r"^GPU 0: compute capability 7\.5 has no dense MLA kernel", found.text, re.M)
-    assert found.values["kernels"] == {"1": "ForwardSm90 for sm_90a"}
+    assert re.search(r"^GPU 0: compute capability 7\.5 is not supported", found.text, re.M)
+    assert found.values["kernels"]["1"].startswith("ForwardSm90, ForwardSm90Wide") and found.values["kernels"]["1"].endswith(" for sm_90a")
+    assert "ForwardSm90Wide runs on GPU 1" in found.text.splitlines()
     assert check.supported_gpu() == torch.device("cuda", 1)
 
 
 def test_every_kernel_that_is_chosen_is_in_the_table() -> None:
-    from dense_mla import unsupported_reason
+    from dense_mla.arch import ARCHITECTURES, unsupported_reason
 
     served = {capability for capabilities in check.kernel_table().values() for capability in capabilities}
-    assert served == {capability for capability in check.CAPABILITIES if unsupported_reason(capability) is None}
-    assert (9, 0) in check.kernel_table()["ForwardSm90"]
+    assert served == {capability for capability in ARCHITECTURES if unsupported_reason(capability) is None}
+    assert (9, 0) in check.kernel_table()["ForwardSm90"] and (9, 0) in check.kernel_table()["ForwardSm90Wide"]
 
 
 @pytest.mark.parametrize(("read", "decode", "status"), [(4000.0, 3000.0, "ok"), (4000.0, 1900.0, "failed")])

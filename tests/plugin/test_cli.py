@@ -39,7 +39,7 @@ def test_demo_on_the_cpu_reports_path_schedule_workspace_and_errors(capsys: pyte
     assert pieces and int(pieces[1]) > 1 and int(pieces[3]) == 1
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         size = workspace_size(DecodeProblem(4, 48, dtype), 3, 132)
-        assert re.search(rf"^{name} +3 +{size.slots} +{size.out_partial_bytes:,} +{size.lse_partial_bytes:,} +{size.total_bytes:,}$", out, re.M)
+        assert re.search(rf"^{name} +1 +3 +3 +{size.slots} +{size.out_partial_bytes:,} +{size.lse_partial_bytes:,} +{size.total_bytes:,}$", out, re.M)
     errors = {name: float(value) for name, value in re.findall(r"^(bf16|fp32) +(\d\.\d+e-\d+) +\d+ ms$", out, re.M)}
     rounding = re.search(r"rounded to BF16, has (\S+):", out)
     assert rounding and set(errors) == {"bf16", "fp32"}
@@ -78,9 +78,10 @@ def test_plan_prints_every_bucket_of_both_dtypes(capsys: pytest.CaptureFixture[s
     code, out, err = outputs(capsys, *PLAN)
     assert (code, err) == (0, "")
     for dtype in (torch.bfloat16, torch.float32):
-        for rows in (1, 2, 4, 8, 256):
-            size = workspace_size(DecodeProblem(12, 64, dtype), rows, 132)
-            assert re.search(rf"^ *{rows} +{size.slots} +{size.out_partial_bytes:,} +{size.lse_partial_bytes:,} +{size.total_bytes:,}$", out, re.M)
+        for requests in (1, 2, 4, 8, 256):
+            size = workspace_size(DecodeProblem(12, 64, dtype), requests, 132)
+            sizes = rf"{size.slots} +{size.out_partial_bytes:,} +{size.lse_partial_bytes:,} +{size.total_bytes:,}"
+            assert re.search(rf"^ +1 +{requests} +{requests} +{sizes}$", out, re.M)
     assert "fp32: each GPU reserves 6,500,864 bytes" in out
 
 

@@ -88,7 +88,7 @@ def test_speculation_and_batch_invariance_are_in_the_plan() -> None:
     ("changes", "options", "message"),
     [
         ({}, ["--tensor-parallel-size", "7"], "Total number of attention heads (32) must be divisible by tensor parallel size (7)"),
-        ({}, ["--capability", "7.5"], "DENSE_MLA does not take this deployment: compute capability 7.5 has no dense MLA kernel"),
+        ({}, ["--capability", "7.5"], "DENSE_MLA does not take this deployment: compute capability 7.5 is not supported: "),
         ({"kv_lora_rank": 256}, [], "DENSE_MLA does not take this deployment: head_size must be 576"),
         ({"architectures": None}, [], "config.json must be a model's, with `architectures`, got"),
     ],

@@ -52,6 +52,10 @@ EXPECTED = {
     "kimi_k2_h200_tp8.yaml": Expected(K2, "kimi_k2", 8, 8, 64, 61 * 1152, 8, 8),
     "kimi_k2_h200_tp8_dcp8.yaml": Expected(K2, "kimi_k2", 8, 8, 64, 61 * 144, 8, 64, context_parallel=8),
     "deepseek_v3_h200_tp8.yaml": Expected("deepseek-ai/DeepSeek-V3", "deepseek_v3", 8, 16, 64, 61 * 1152, 8, 16),
+    "kimi_k2_h200_tp8_fp8.yaml": Expected(K2, "kimi_k2", 8, 8, 64, 61 * 576, 8, 8, kv_cache_dtype="fp8"),
+    "deepseek_v3_h200_tp8_fp8.yaml": Expected(
+        "deepseek-ai/DeepSeek-V3", "deepseek_v3", 8, 16, 64, 61 * 576, 8, 16, kv_cache_dtype="fp8"
+    ),
     "kimi_linear_h200_tp1.yaml": Expected(LINEAR, "kimi_linear", 1, 32, 1920, 7 * 1152, 1, 32),
     "kimi_linear_rtx_pro_6000_tp2.yaml": Expected(LINEAR, "kimi_linear", 2, 16, 1024, 7 * 1152, 2, 16, capability=(12, 0)),
 }
