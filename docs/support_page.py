@@ -28,13 +28,14 @@ QUESTIONS = {
     "use_batch_invariant": "batch invariance (`VLLM_BATCH_INVARIANT=1`)",
     "use_non_causal": "non-causal draft blocks",
     "use_adaptive_verification": "adaptive verification of speculative decoding",
+    "use_per_head_quant_scales": "KV-cache scales of single heads",
     "use_kv_connector": "KV connectors (`--kv-transfer-config`)",
     "use_sparse": "sparse MLA",
     "has_sliding_window": "sliding windows",
     "has_sink": "attention sinks",
 }
 DTYPES = ("bfloat16", "float16", "float32")
-KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
 
 
 def render() -> str:
@@ -50,11 +51,15 @@ def render() -> str:
             "",
             *_table(("compute capability", "GPUs", "kernel", "run on hardware"), _gpu_rows()),
             "",
-            "A kernel was run on the GPUs that a file under docs/evidence/ comes from, and compiled for the others.",
+            "A kernel was run on the GPUs that a file under docs/evidence/ comes from, and compiled for the others. Hopper has several, by the",
+            "query rows that share a request's keys (heads x query tokens) and by the elements of the cache.",
             "",
             "## Models and caches",
             "",
             *_table(("", "supported", "refused"), _model_rows()),
+            "",
+            "vLLM's own layer of Kimi-K3 and Kimi-Linear takes an FP8 cache on Blackwell's datacenter GPUs alone, for want of an FP8 prefill",
+            "elsewhere.",
             "",
             "## Decode steps",
             "",
@@ -92,13 +97,27 @@ def _gpu_rows() -> list[tuple[str, ...]]:
     rows = []
     for capability, names in GPUS.items():
         name = f"{capability[0]}.{capability[1]}"
-        if unsupported_reason(capability) is not None:
-            rows.append((name, ", ".join(names), "none: refused at start", ""))
+        reason = unsupported_reason(capability)
+        if reason is not None:
+            why = reason.partition(": ")[2].partition(";")[0]
+            rows.append((name, ", ".join(names), f"refused at start: {why}", ""))
             continue
-        kernel = f"`{forward_class(capability).__name__}` for `{compile_target(capability)}`"
+        kernels = dict.fromkeys(f"`{forward_class(capability, problem).__name__}`" for problem in _problems())
+        kernel = f"{', '.join(kernels)} for `{compile_target(capability)}`"
         ran = [gpu for gpu in measured if any(word in gpu for word in names)]
         rows.append((name, ", ".join(names), kernel, ", ".join(ran) or "no, compiled only"))
     return rows
+
+
+def _problems() -> list[Any]:
+    """One for each kernel that Hopper may have: for a few rows, for many, and for an FP8 cache."""
+    import torch
+
+    from dense_mla import DecodeProblem
+    from dense_mla.problem import KV_DTYPES, MAX_TILE_ROWS
+
+    fp8 = [DecodeProblem(1, 64, kv_dtype=dtype) for dtype in KV_DTYPES if dtype == torch.float8_e4m3fn]
+    return [*(DecodeProblem(heads, 64) for heads in (1, MAX_TILE_ROWS)), *fp8]
 
 
 def _measured_gpus() -> list[str]:
@@ -113,12 +132,12 @@ def _model_rows() -> list[tuple[str, ...]]:
     from vllm_dense_mla.backend import DenseMLABackend
 
     dtypes = [(name, bool(refusals(dtype=getattr(torch, name)))) for name in DTYPES]
-    caches = [(name, bool(refusals(kv_cache_dtype=name))) for name in KV_DTYPES]
+    caches = {dtype: [(name, bool(refusals(dtype=getattr(torch, dtype), kv_cache_dtype=name))) for name in KV_DTYPES] for dtype in DTYPES[:2]}
     sizes = ", ".join(str(getattr(size, "base", size)) for size in DenseMLABackend.get_supported_kernel_block_sizes())
     keys = ", ".join(map(str, DenseMLABackend.get_supported_head_sizes()))
     return [
         ("model dtype", *_split(dtypes)),
-        ("`--kv-cache-dtype`", *_split(caches)),
+        *((f"`--kv-cache-dtype` of a {dtype} model", *_split(asked)) for dtype, asked in caches.items()),
         ("latent key", f"{keys} values: kv_lora_rank {HEAD_DIM_V}, qk_rope_head_dim {HEAD_DIM_QK - HEAD_DIM_V}", "other sizes"),
         ("query heads in a rank's kernels", f"1 to {MAX_HEADS}", "more"),
         ("`--block-size`", f"multiples of {sizes}; {DenseMLABackend.get_preferred_block_size(16)} where none is given", "others"),
@@ -136,10 +155,10 @@ def _decode_rows() -> list[tuple[str, ...]]:
     from vllm_dense_mla.backend import DenseMLABackend
 
     builder = DenseMLABackend.get_builder_cls()
-    longest = getattr(problem, "MAX_QUERY_LEN", 1)
+    longest = problem.MAX_QUERY_LEN
     tokens = {
         "SINGLE_ONLY": "1; several are verified as prefill, which is vLLM's own",
-        "UNIFORM": f"1 to {longest}, the same number for every request of a step",
+        "UNIFORM": f"1 to {longest}, the same number for every request of a step; vLLM leaves requests with another number to prefill",
         "VARLEN": f"1 to {longest}",
     }
     graphs = {
@@ -151,6 +170,7 @@ def _decode_rows() -> list[tuple[str, ...]]:
     return [
         ("query tokens of a request", tokens[builder.query_len_support.name]),
         ("CUDA graphs", graphs[builder._cudagraph_support.name]),
+        ("speculative tokens (`num_speculative_tokens`)", f"up to {longest - 1}"),
         ("requests of a step", f"1 to {schedule.MAX_REQUESTS:,}"),
         ("split partials", " or ".join(str(dtype).removeprefix("torch.") for dtype in PARTIAL_DTYPES)),
         ("prefill", "vLLM's own backend"),

@@ -170,7 +170,7 @@ def test_the_errors_of_the_deployment_page_are_the_self_test_s() -> None:
     assert said == tuple(f"{error:.1f}" for error in found)
 
 
-CALLERS = ("decoder.py", "reference.py", "compiled.py", "schedule.py", "__init__.py", "problem.py")  # of the kernels, not operators
+CALLERS = ("arch.py", "decoder.py", "reference.py", "compiled.py", "schedule.py", "__init__.py", "problem.py")  # of the kernels, not operators
 
 
 NAMES = {"BACKEND_NAME": BACKEND_NAME, "PARTIAL_DTYPE_VARIABLE": PARTIAL_DTYPE_VARIABLE}
@@ -195,10 +195,12 @@ def messages() -> dict[str, str]:
             texts: list[ast.expr] = []
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 texts = list(node.exc.args[:1])
-            elif isinstance(node, ast.FunctionDef) and (node.name.startswith("_explain_") or node.name == "unsupported_reason"):
+            elif isinstance(node, ast.FunctionDef) and node.name.removeprefix("_").startswith(("explain", "refuse_", "unsupported_reason")):
                 texts = [each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value]
             elif isinstance(node, ast.Lambda) and path.name == "backend.py":
                 texts = [node.body]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "reasons.append":
+                texts = node.args
             elif isinstance(node, ast.Call) and [ast.unparse(argument) for argument in node.args[1:2]] == ["'failed'"]:
                 texts = node.args[2:3]
             for text in texts:
