@@ -85,10 +85,16 @@ def forward_class(capability: tuple[int, int], problem: DecodeProblem | None = N
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel}")
     if kernel == "sm90" and capability != HOPPER:
         raise ValueError(f"kernel sm90 needs compute capability 9.0, got {capability[0]}.{capability[1]}")
+    if problem is not None and problem.needs_k_scale and (kernel == "sm80" or capability != HOPPER):
+        raise ValueError(f"kv_dtype torch.float8_e4m3fn needs the kernel of compute capability 9.0, got {kernel or capability}")
     if kernel == "sm80" or capability != HOPPER:
         from .forward_sm80 import ForwardSm80
 
         return ForwardSm80
+    if problem is not None and problem.needs_k_scale:
+        from .forward_sm90_fp8 import ForwardSm90Fp8
+
+        return ForwardSm90Fp8
     if problem is not None and problem.tile_rows > WIDE_ROWS:
         from .forward_sm90_wide import ForwardSm90Wide
 

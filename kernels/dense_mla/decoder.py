@@ -92,22 +92,24 @@ class DenseMLADecoder:
         lse: torch.Tensor | None = None,
         total_lens: torch.Tensor | None = None,
         max_seq_len: int | None = None,
+        k_scale: torch.Tensor | None = None,
     ) -> None:
         """Attention of one layer: forward and merge on the current stream.
 
         Args:
-            q: [R, heads, 576] in kv_dtype, or the pair [R, heads, 512], [R, heads, 64], with R = requests x query_len rows, the tokens of a
+            q: [R, heads, 576] in query_dtype, or the pair [R, heads, 512], [R, heads, 64], with R = requests x query_len rows, the tokens of a
                 request together. Any strides that are multiples of 16 bytes; the last dimension dense.
             kv_cache: [pages, page_size, 576] in kv_dtype, rows dense; any page stride that is a multiple of 16 bytes.
             block_table: [requests, width] int32. Columns past ceil(seq_len / page_size) are never read.
             seq_lens: [requests] int32, keys on this rank, query tokens included; the lengths that `schedule` was computed from.
             schedule: buffer that `schedule` filled on this stream, or an earlier one that this stream waited for.
             workspace: uint8, at least `workspace_size(requests).total_bytes`, aligned to 256 bytes. Contents need not be kept between calls.
-            out: [R, heads, 512] in kv_dtype, written whole: 0 for a row that sees no key. Any strides as for q.
+            out: [R, heads, 512] in query_dtype, written whole: 0 for a row that sees no key. Any strides as for q.
             scale: softmax scale.
             lse: [R, heads] fp32, contiguous: natural-log LSE, -inf for a row that sees no key. Given exactly if the problem returns it.
             total_lens: [requests] int32, keys on all ranks. Given exactly if the problem's causal rule needs it (`needs_total_lens`).
             max_seq_len: largest length that the host knows of; where given, the block table must be wide enough for it.
+            k_scale: [1] fp32, what the cache's values have to be multiplied with; read when the kernels run. Given exactly if the cache is E4M3.
 
         Raises:
             ValueError: an argument that the kernels were not prepared for, before anything is launched.
@@ -123,6 +125,7 @@ class DenseMLADecoder:
         self._check_table(block_table, requests, max_seq_len)
         self._check_lse(lse, requests)
         self._check_total_lens(total_lens, requests)
+        self._check_k_scale(k_scale)
         out_partial, lse_partial = self._partials(workspace, requests)
         if requests == 0:
             return
@@ -131,7 +134,8 @@ class DenseMLADecoder:
         lse = None if lse is None else lse.view(requests, tokens, heads)
         self._kernels.forward(
             _tma_view(kv_cache), self._by_token(q_nope), self._by_token(q_rope), block_table, seq_lens, total_lens, schedule, out, lse,
-            out_partial.view(-1, tokens, heads, HEAD_DIM_V), lse_partial.view(-1, tokens, heads), scale * LOG2_E, self.num_ranges,
+            out_partial.view(-1, tokens, heads, HEAD_DIM_V), lse_partial.view(-1, tokens, heads),
+            *(() if k_scale is None else (k_scale,)), scale * LOG2_E, self.num_ranges,
         )  # fmt: skip
         self._kernels.merge(out_partial, lse_partial, schedule, out, lse, self.num_ranges, self._merge_ctas)
 
@@ -139,7 +143,7 @@ class DenseMLADecoder:
         """Launches everything once on an empty request, so that no module is loaded during capture or serving."""
         problem = self.problem
 
-        def zeros(*shape: int, dtype: torch.dtype = problem.kv_dtype) -> torch.Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = problem.query_dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
         rows = (problem.query_len, problem.num_heads)
@@ -148,7 +152,7 @@ class DenseMLADecoder:
         self.schedule(seq_lens, block_table, schedule)
         self.run(
             zeros(*rows, HEAD_DIM_QK),
-            zeros(1, problem.page_size, HEAD_DIM_QK),
+            zeros(1, problem.page_size, HEAD_DIM_QK, dtype=problem.kv_dtype),
             block_table,
             seq_lens,
             schedule=schedule,
@@ -157,6 +161,7 @@ class DenseMLADecoder:
             scale=1.0,
             lse=zeros(*rows, dtype=torch.float32) if problem.return_lse else None,
             total_lens=seq_lens if problem.needs_total_lens else None,
+            k_scale=zeros(1, dtype=torch.float32) if problem.needs_k_scale else None,
         )
 
     def _by_token(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -191,7 +196,7 @@ class DenseMLADecoder:
             raise ValueError(f"schedule must be a buffer of empty_schedule() ({words} words), got shape {tuple(schedule.shape)}")
 
     def _check_rows(self, name: str, tensor: torch.Tensor, requests: int, columns: int) -> None:
-        self._check_device(name, tensor, self.problem.kv_dtype)
+        self._check_device(name, tensor, self.problem.query_dtype)
         shape = (requests * self.problem.query_len, self.problem.num_heads, columns)
         if tensor.shape != shape:
             raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
@@ -238,6 +243,15 @@ class DenseMLADecoder:
             self._check_device("total_lens", total_lens, torch.int32)
             if total_lens.shape != (requests,) or not total_lens.is_contiguous():
                 raise ValueError(f"total_lens must be contiguous ({requests},), got shape {tuple(total_lens.shape)}")
+
+    def _check_k_scale(self, k_scale: torch.Tensor | None) -> None:
+        if (k_scale is not None) != self.problem.needs_k_scale:
+            given = "given" if k_scale is not None else "missing"
+            raise ValueError(f"k_scale must be given exactly if kv_dtype is torch.float8_e4m3fn, got {self.problem.kv_dtype} and k_scale {given}")
+        if k_scale is not None:
+            self._check_device("k_scale", k_scale, torch.float32)
+            if k_scale.shape != (1,):
+                raise ValueError(f"k_scale must be (1,), got {tuple(k_scale.shape)}")
 
     def _partials(self, workspace: torch.Tensor, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._check_device("workspace", workspace, torch.uint8)

@@ -620,7 +620,8 @@ class ForwardSm90(RequestWalk):
 def fake_arguments(problem: DecodeProblem) -> tuple[Any, ...]:
     """Arguments for `cute.compile`: what is static (heads, page size, dtypes), what varies (counts, strides) and what is aligned."""
     heads, tokens, page_size = problem.num_heads, problem.query_len, problem.page_size
-    dtype, partial_dtype = cutlass_dtype(problem.kv_dtype), cutlass_dtype(problem.partial_dtype)
+    dtype, partial_dtype = cutlass_dtype(problem.query_dtype), cutlass_dtype(problem.partial_dtype)
+    kv_dtype, kv_stride = cutlass_dtype(problem.kv_dtype), cute.sym_int64(divisibility=16 // problem.kv_dtype.itemsize)
 
     def stride() -> Any:
         return cute.sym_int64(divisibility=8)  # 16 bytes: TMA's unit
@@ -631,7 +632,8 @@ def fake_arguments(problem: DecodeProblem) -> tuple[Any, ...]:
     def lens() -> Any:
         return make_fake_tensor(Int32, (cute.sym_int(),), (1,))
 
-    kv = make_fake_tensor(dtype, (cute.sym_int(), page_size, HEAD_DIM_QK), (stride(), HEAD_DIM_QK, 1), assumed_align=16)
+    kv = make_fake_tensor(kv_dtype, (cute.sym_int(), page_size, HEAD_DIM_QK), (kv_stride, HEAD_DIM_QK, 1), assumed_align=16)
+    k_scale = (make_fake_tensor(Float32, (1,), (1,)),) if problem.needs_k_scale else ()
     table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
     schedule = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
     lse = make_fake_tensor(Float32, (cute.sym_int(), tokens, heads), (problem.rows, heads, 1)) if problem.return_lse else None
@@ -641,5 +643,5 @@ def fake_arguments(problem: DecodeProblem) -> tuple[Any, ...]:
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return (
         kv, rows(HEAD_DIM_V), rows(HEAD_DIM_QK - HEAD_DIM_V), table, lens(), lens() if problem.needs_total_lens else None, schedule,
-        rows(HEAD_DIM_V), lse, out_partial, lse_partial, Float32(1.0), Int32(1), stream,
+        rows(HEAD_DIM_V), lse, out_partial, lse_partial, *k_scale, Float32(1.0), Int32(1), stream,
     )  # fmt: skip

@@ -38,7 +38,7 @@ class Merge:
         self.dependent_launch = dependent_launch
         self.rows = problem.rows
         self.heads = problem.num_heads
-        self.out_dtype = cutlass_dtype(problem.kv_dtype)
+        self.out_dtype = cutlass_dtype(problem.query_dtype)
         self.partial_dtype = cutlass_dtype(problem.partial_dtype)
         self.return_lse = problem.return_lse
         self.batch_invariant = problem.batch_invariant
@@ -286,6 +286,6 @@ def fake_arguments(problem: DecodeProblem) -> tuple[Any, ...]:
     lse_partial = make_fake_tensor(Float32, (slots, rows), (rows, 1))
     schedule = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
     strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-    out = make_fake_tensor(cutlass_dtype(problem.kv_dtype), (cute.sym_int(), tokens, heads, HEAD_DIM_V), strides, assumed_align=16)
+    out = make_fake_tensor(cutlass_dtype(problem.query_dtype), (cute.sym_int(), tokens, heads, HEAD_DIM_V), strides, assumed_align=16)
     lse = make_fake_tensor(Float32, (cute.sym_int(), tokens, heads), (rows, heads, 1)) if problem.return_lse else None
     return out_partial, lse_partial, schedule, out, lse, Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -12,7 +12,8 @@ TILE_KEYS = 64  # keys of one WGMMA tile (its M)
 MAX_TILE_ROWS = 64  # query rows that one CTA holds: Q and two K stages fill the shared memory
 MAX_HEADS = 128
 MAX_QUERY_LEN = 16
-KV_DTYPES = (torch.bfloat16, torch.float16)
+FP8_TILE_ROWS = 32  # the same with an E4M3 cache: one warpgroup holds the output of all 512 columns, 4 registers a row
+KV_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 PARTIAL_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -54,7 +55,8 @@ class DecodeProblem:
             latent KV head.
         page_size: keys in a page of the KV cache, a positive multiple of 16.
         partial_dtype: storage of `out_partial`, `torch.bfloat16` or `torch.float32`. Changes that tensor and nothing else.
-        kv_dtype: element type of the KV cache, of q and of the output: `torch.bfloat16` or `torch.float16`.
+        kv_dtype: element type of the KV cache: `torch.bfloat16` or `torch.float16`, and q and the output are of the same; or
+            `torch.float8_e4m3fn` with one scale for the whole cache, and q and the output are BF16.
         query_len: query tokens of every request, 1 to 16. The last of them is the newest key of the request.
         causal: query token t of a request sees `seq_len - query_len + 1 + t` keys; otherwise every token sees all `seq_len`.
         return_lse: whether `run` writes the natural-log LSE beside the output.
@@ -83,9 +85,24 @@ class DecodeProblem:
         if self.partial_dtype not in PARTIAL_DTYPES:
             raise ValueError(f"partial_dtype must be torch.bfloat16 or torch.float32, got {self.partial_dtype}")
         if self.kv_dtype not in KV_DTYPES:
-            raise ValueError(f"kv_dtype must be torch.bfloat16 or torch.float16, got {self.kv_dtype}")
+            raise ValueError(f"kv_dtype must be torch.bfloat16, torch.float16 or torch.float8_e4m3fn, got {self.kv_dtype}")
         if not 1 <= self.query_len <= MAX_QUERY_LEN:
             raise ValueError(f"query_len must be from 1 to {MAX_QUERY_LEN}, got {self.query_len}")
+
+    @property
+    def needs_k_scale(self) -> bool:
+        """Whether `run` takes the scale of the cache, by which its values were divided."""
+        return self.kv_dtype == torch.float8_e4m3fn
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        """Element type of q and of the output."""
+        return torch.bfloat16 if self.needs_k_scale else self.kv_dtype
+
+    @property
+    def max_tile_rows(self) -> int:
+        """Most query rows that one CTA holds."""
+        return FP8_TILE_ROWS if self.needs_k_scale else MAX_TILE_ROWS
 
     @property
     def rows(self) -> int:
@@ -94,8 +111,8 @@ class DecodeProblem:
 
     @property
     def head_tiles(self) -> int:
-        """Row tiles into which the heads of one token are cut: 1, or 2 above 64 heads."""
-        return -(-self.num_heads // MAX_TILE_ROWS)
+        """Row tiles into which the heads of one token are cut: as few as hold them."""
+        return -(-self.num_heads // self.max_tile_rows)
 
     @property
     def tile_heads(self) -> int:
@@ -105,7 +122,7 @@ class DecodeProblem:
     @property
     def token_tiles(self) -> int:
         """Row tiles into which the query tokens are cut: as few as hold them, whole tokens each."""
-        return -(-self.query_len // max(MAX_TILE_ROWS // self.tile_heads, 1))
+        return -(-self.query_len // max(self.max_tile_rows // self.tile_heads, 1))
 
     @property
     def tile_tokens(self) -> int:

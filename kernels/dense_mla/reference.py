@@ -75,6 +75,7 @@ def attention(
     causal: bool = True,
     context: ContextShard = WHOLE_CONTEXT,
     total_lens: torch.Tensor | None = None,
+    k_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The exact answer in FP64, from the visible keys alone.
 
@@ -86,6 +87,7 @@ def attention(
         scale: softmax scale.
         query_len, causal, context: as in `DecodeProblem`.
         total_lens: `[requests]`, keys of each request on all ranks; by default seq_lens.
+        k_scale: what the cache's values have to be multiplied with.
 
     Returns:
         out `[R, heads, 512]` and the natural-log lse `[R, heads]`, both FP64. A row that sees no key: 0 and -inf.
@@ -99,7 +101,7 @@ def attention(
     out = query.new_zeros((*query.shape[:2], HEAD_DIM_V), dtype=torch.float64)
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float64)
     for r, seq_len in enumerate(lens):
-        keys = _keys(kv_cache, block_table[r], 0, seq_len).double()
+        keys = _keys(kv_cache, block_table[r], 0, seq_len).double() * k_scale
         for t, visible in enumerate(visible_keys(seq_len, totals[r], query_len, causal, context)):
             if visible:
                 scores = scale * query[r * query_len + t].double() @ keys[:visible].T
@@ -126,18 +128,19 @@ def decode(
     num_ranges: int,
     workspace: torch.Tensor | None = None,
     total_lens: torch.Tensor | None = None,
+    k_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernels compute, piece by piece: forward into `out` or a partial slot, then the merge of the split requests.
 
     Args:
         problem: heads, page size, query tokens and dtypes.
-        q, kv_cache, block_table, seq_lens, scale, total_lens: as in `attention`.
+        q, kv_cache, block_table, seq_lens, scale, total_lens, k_scale: as in `attention`.
         num_ranges: CTAs that share the work (`DecodeProblem.num_ranges`).
         workspace: `torch.uint8` buffer of `workspace_size(...).total_bytes`, for a look at the partials afterwards. By default one made
             here. It is filled with NaN first: whatever the merge read without being written would show.
 
     Returns:
-        out `[R, heads, 512]` in the problem's kv_dtype and the natural-log lse `[R, heads]` in FP32. A row that sees no key: 0 and -inf.
+        out `[R, heads, 512]` in the problem's query_dtype and the natural-log lse `[R, heads]` in FP32. A row that sees no key: 0 and -inf.
 
     Raises:
         ValueError: as in `attention`, or heads or page size other than the problem's.
@@ -152,7 +155,7 @@ def decode(
     out_partial, lse_partial = _nan_partials(problem, slots, query.device, workspace)
 
     by_request = query.unflatten(0, (len(lens), problem.query_len)).flatten(1, 2)  # rows = token x heads + head
-    out = query.new_full((len(lens), problem.rows, HEAD_DIM_V), math.nan, dtype=problem.kv_dtype)
+    out = query.new_full((len(lens), problem.rows, HEAD_DIM_V), math.nan, dtype=problem.query_dtype)
     lse = query.new_full((len(lens), problem.rows), math.nan, dtype=torch.float32)  # base 2 until the end
     for piece in pieces(schedule, [tiling.num_tiles(n) for n in lens], problem.batch_invariant):
         r, seq_len = piece.request, lens[piece.request]
@@ -160,7 +163,7 @@ def decode(
         end_key = min(tiling.first_key(piece.end_tile), seq_len)
         visible = visible_keys(seq_len, totals[r], problem.query_len, problem.causal, problem.context)
         limits = torch.tensor(visible, device=query.device).repeat_interleave(problem.num_heads) - first_key
-        o, lse2 = _forward(by_request[r], _keys(kv_cache, block_table[r], first_key, end_key), limits, scale)
+        o, lse2 = _forward(by_request[r], _keys(kv_cache, block_table[r], first_key, end_key), limits, scale, k_scale)
         if piece.slot == NO_SLOT:
             out[r], lse[r] = o, lse2
         else:
@@ -199,18 +202,21 @@ def relative_l2(out: torch.Tensor, exact: torch.Tensor) -> float:
     return error / norm if norm else error
 
 
-def _forward(query: torch.Tensor, keys: torch.Tensor, limits: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(
+    query: torch.Tensor, keys: torch.Tensor, limits: torch.Tensor, scale: float, k_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One piece: query [rows, 576] on keys [n, 576], of which row i sees the first limits[i] -> normalised out [rows, 512], base-2 lse, FP32."""
     if not keys.shape[0]:
         return query.new_zeros((query.shape[0], HEAD_DIM_V), dtype=torch.float32), query.new_full(query.shape[:1], -math.inf, dtype=torch.float32)
     values = keys.float()
-    scores = (query.float() @ values.T) * (scale * math.log2(math.e))
+    scores = (query.float() @ values.T) * (scale * k_scale * math.log2(math.e))
     scores.masked_fill_(torch.arange(keys.shape[0], device=keys.device) >= limits[:, None], -math.inf)
     top = scores.amax(-1, keepdim=True)
     p = torch.exp2(scores - torch.where(top == -math.inf, 0.0, top))
     total = p.sum(-1)
-    # The tensor cores take P in the element type of V; the sum is over the unrounded P.
-    out = p.to(keys.dtype).float() @ values[:, :HEAD_DIM_V]
+    # The tensor cores take P in the element type of V, or with E4M3 values in FP16 and 2^15 times larger; the sum is over the unrounded P.
+    rounded = p.mul(2.0**15).half().float() * 2.0**-15 if keys.dtype == torch.float8_e4m3fn else p.to(keys.dtype).float()
+    out = rounded @ values[:, :HEAD_DIM_V] * k_scale
     return out / torch.where(total == 0, 1.0, total)[:, None], top[:, 0] + torch.log2(total)
 
 

@@ -9,6 +9,7 @@ _CUTLASS_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: cutlass.BFloat16,
     torch.float16: cutlass.Float16,
     torch.float32: cutlass.Float32,
+    torch.float8_e4m3fn: cutlass.Float8E4M3FN,
 }
 
 

@@ -36,6 +36,7 @@ class Case:
     Args:
         q: `[requests x query_len, heads, 576]`, or the pair.
         kv_cache, block_table, seq_lens, scale: as for the kernels.
+        k_scale: what the values of an E4M3 cache have to be multiplied with.
         out_atol: bound on every element instead of the relative L2 bound, for answers with a closed form.
     """
 
@@ -53,6 +54,11 @@ class Case:
     causal: bool = True
     context: ContextShard = WHOLE_CONTEXT
     total_lens: torch.Tensor | None = None
+    k_scale: float = 1.0
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        return (self.q if isinstance(self.q, torch.Tensor) else self.q[0]).dtype
 
     @property
     def num_heads(self) -> int:
@@ -72,7 +78,7 @@ class Case:
     def check(self, out: torch.Tensor, lse: torch.Tensor | None, partial_dtype: torch.dtype) -> None:
         """Assert the expected property of `out` [requests, heads, 512] and, where it was asked for, of the natural-log `lse`."""
         empty = self.expected_lse == -math.inf
-        assert out.dtype == self.kv_cache.dtype and out.shape == self.expected_out.shape
+        assert out.dtype == self.query_dtype and out.shape == self.expected_out.shape
         assert (out[empty] == 0).all(), f"{self.name}: a row without keys must give exactly 0"
         assert not out.isnan().any(), f"{self.name}: NaN reached the output"
         if self.out_atol is not None:

@@ -27,6 +27,7 @@ class Step:
     workspace: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor | None
+    k_scale: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -39,9 +40,10 @@ class Step:
         workspace = torch.full((size + CANARY_BYTES,), 0xFF, dtype=torch.uint8, device=DEVICE)
         workspace[size:] = CANARY
         # `out` is a window of a wider tensor: neighbours in every dimension must stay as they are.
-        out = torch.full((rows + 1, heads + 1, 520), math.nan, dtype=case.kv_cache.dtype, device=DEVICE)
+        out = torch.full((rows + 1, heads + 1, 520), math.nan, dtype=case.query_dtype, device=DEVICE)
         lse = torch.full((rows, heads), math.nan, device=DEVICE) if return_lse else None
-        return cls(decoder, case, decoder.empty_schedule(), workspace, out, lse)
+        k_scale = torch.full((1,), case.k_scale, device=DEVICE) if problem.needs_k_scale else None
+        return cls(decoder, case, decoder.empty_schedule(), workspace, out, lse, k_scale)
 
     @property
     def result(self) -> torch.Tensor:
@@ -55,6 +57,8 @@ class Step:
         arguments |= {"schedule": self.schedule, "workspace": self.workspace[:-CANARY_BYTES], "out": self.result, "lse": self.lse}
         if self.decoder.problem.needs_total_lens:
             arguments["total_lens"] = self.case.total_lens
+        if self.k_scale is not None:
+            arguments["k_scale"] = self.k_scale
         self.decoder.run(**arguments | {"scale": self.case.scale} | overrides)
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ from dense_mla.problem import MAX_TILE_ROWS
         ({"page_size": 24}, "page_size must be a positive multiple of 16, got 24"),
         ({"page_size": 0}, "page_size must be a positive multiple of 16, got 0"),
         ({"partial_dtype": torch.float16}, "partial_dtype must be torch.bfloat16 or torch.float32, got torch.float16"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "kv_dtype must be torch.bfloat16 or torch.float16, got torch.float8_e4m3fn"),
+        ({"kv_dtype": torch.float8_e5m2}, "kv_dtype must be torch.bfloat16, torch.float16 or torch.float8_e4m3fn, got torch.float8_e5m2"),
         ({"query_len": 0}, "query_len must be from 1 to 16, got 0"),
         ({"query_len": 17}, "query_len must be from 1 to 16, got 17"),
     ],

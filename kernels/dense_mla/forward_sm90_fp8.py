@@ -1,0 +1,693 @@
+"""Hopper forward on an E4M3 cache: 576 bytes a key, converted to FP16 on the way into the tensor cores; Q and P stay in 16 bits.
+
+    S^T[64 keys, N] = K[64, 576] Q[N, 576]^T        A = K: 16-byte loads, converted in registers
+    O^T[512, N]     = V^T[512, 64] P[N, 64]^T       A = V^T: ldmatrix.trans on byte pairs, one byte permute, converted in registers
+
+FP16 holds every E4M3 value exactly, and FP8 operands would have to be K-major, which V^T is not. All reordering (fp8_tile.py) lies in the
+order in which Q is stored, keys are read and O is written: none costs an instruction a tile.
+
+One warp loads Q and K through one ring of stages; two consumer warpgroups take whole tiles in turn, with all 512 value columns each, so
+that one's softmax hides behind the other's products. At the end of a piece they add up their outputs in the last tile's stage.
+
+Numbers. Every row of Q is scaled by a power of two that brings its largest value to 2^14 or just above: nothing overflows FP16, and what
+becomes inexact is below 2^-30 of the row's largest. P is computed against the maximum less P_SHIFT, for the same reason: 2^-39 of the
+largest probability still counts. The cache's one scale is a device scalar, read at launch: a factor of the scores and one of the output.
+Keys, requests, slots, row tiles and the LSE are those of ForwardSm90.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+
+from . import fp8_convert, fp8_products, fp8_tile, softmax
+from .forward_sm90 import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    SHARED_MEMORY_LIMIT,
+    THREADS,
+    ForwardSm90,
+    mn_major,
+    transposed,
+)
+from .forward_sm90_wide import pinned
+from .fp8_tile import ARRIVALS, BOX_BYTES, GROUPS, LINE, LINES, RECORD_BYTES, RECORDS, TILE_BYTES, VALUE_GROUPS
+from .named_barrier import NamedBarrierSm90
+from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
+from .request_walk import k_major
+from .schedule import HEADER_WORDS, NO_SLOT, RANGE_WORDS
+from .special_register import pinned_lane_index
+
+STAGES = 5  # 36 KiB each: tiles of keys, and the BF16 queries of a request on their way to FP16
+QUERY_COLUMNS = 256  # of a TMA box of Q: as many as a box may have
+QUERY_BOXES = HEAD_DIM_V // QUERY_COLUMNS
+ROPE = HEAD_DIM_QK - HEAD_DIM_V
+CONSUMER_WARPS = 4 * CONSUMERS
+QUAD_BYTES = 128 * 16  # four accumulator registers of every thread of a warpgroup
+ROW_BYTES = 32 * 16  # of the output that a warp stores at once
+P_SHIFT = 15.0  # P is at most 2^15: half of FP16's largest value
+Q_EXPONENT = 14  # a row's largest value of Q is brought into [2^14, 2^15)
+LOWEST = -3.0e38  # the maximum of a row that has seen no key: finite, so that no difference of maxima is NaN
+
+
+class ForwardSm90Fp8(ForwardSm90):
+    """The forward kernel of one problem with `kv_dtype` E4M3. Construction takes compile-time facts only."""
+
+    def __init__(self, problem: DecodeProblem):
+        super().__init__(problem)
+        self.row_blocks = self.tile_rows // 8
+        # Column groups that are loaded ahead of their conversion, and products in flight behind it: as many as the registers hold.
+        self.groups_ahead = 2 if self.tile_rows <= 16 else 1
+        # What one warpgroup gives the other at the end of a piece, in value groups at once: both directions share one stage.
+        self.exchanged_groups = VALUE_GROUPS // 2 if self.tile_rows <= 16 else VALUE_GROUPS // 4
+
+    @cute.jit
+    def __call__(
+        self,
+        mKV: cute.Tensor,
+        mQNope: cute.Tensor,
+        mQRope: cute.Tensor,
+        mTable: cute.Tensor,
+        mSeqLens: cute.Tensor,
+        mTotalLens: cute.Tensor | None,
+        mSchedule: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mOutPartial: cute.Tensor,
+        mLsePartial: cute.Tensor,
+        mKScale: cute.Tensor,
+        scale_log2: Float32,
+        num_ranges: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        # Step 1: tensor maps. Keys: records of two, pages as the last mode. A box never leaves its page: rows past the end arrive as zeros.
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        box = (self.tiling.box_keys // 2, LINE)
+        records = cute.make_layout(
+            (self.tiling.page_size // 2, RECORD_BYTES, mKV.shape[0]), stride=(RECORD_BYTES, 1, mKV.stride[0])
+        )
+        tma_kv, gKV = cpasync.make_tiled_tma_atom(load, cute.make_tensor(mKV.iterator, records), k_major(Float8E4M3FN, *box), box)
+        gQN = cute.make_tensor(mQNope.iterator, cute.select(mQNope.layout, mode=[2, 1, 3, 0]))
+        gQR = cute.make_tensor(mQRope.iterator, cute.select(mQRope.layout, mode=[2, 1, 3, 0]))
+        tma_qn, gQN = cpasync.make_tiled_tma_atom(load, gQN, self.query_box(QUERY_COLUMNS), self.query_box(QUERY_COLUMNS).shape)
+        tma_qr, gQR = cpasync.make_tiled_tma_atom(load, gQR, self.query_box(ROPE), self.query_box(ROPE).shape)
+
+        # Step 2: matrix instructions, A from registers. P is stored with its rows contiguous.
+        def mma(major: OperandMajorMode) -> cute.TiledMma:
+            shape, source = (TILE_KEYS, self.tile_rows, 16), warpgroup.OperandSource.RMEM
+            return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(Float16, Float32, shape, source, OperandMajorMode.K, major))
+
+        self.kernel(
+            (tma_kv, tma_qn, tma_qr),
+            (gKV, gQN, gQR),
+            mTable,
+            (mSeqLens, mTotalLens),
+            mSchedule,
+            (mOut, mLse, mOutPartial, mLsePartial),
+            mKScale,
+            scale_log2,
+            k_major(Float8E4M3FN, RECORDS, RECORD_BYTES, STAGES),
+            k_major(Float16, self.tile_rows, HEAD_DIM_QK),
+            mn_major(Float16, self.tile_rows, CONSUMERS),
+            mma(OperandMajorMode.K),
+            mma(OperandMajorMode.MN),
+        ).launch(
+            grid=(self.row_tiles, num_ranges, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom],
+        gInputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        mTable: cute.Tensor,
+        lens: tuple[cute.Tensor, cute.Tensor | None],
+        mSchedule: cute.Tensor,
+        outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
+        mKScale: cute.Tensor,
+        scale_log2: Float32,
+        lK: cute.ComposedLayout,
+        lQ: cute.ComposedLayout,
+        lP: cute.ComposedLayout,
+        mma_s: cute.TiledMma,
+        mma_o: cute.TiledMma,
+    ) -> None:
+        row_tile, range_index, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        # Step 1: shared memory and barriers.
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, STAGES * len(ARRIVALS)]
+            empty: cute.struct.MemRange[Int64, STAGES]
+            warp_values: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMER_WARPS * self.tile_rows], 16]
+            group_max: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMERS * self.tile_rows], 16]
+            row_scale: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_rows], 16]
+            row_limit: cute.struct.Align[cute.struct.MemRange[Int32, self.tile_rows], 16]
+            K: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(lK)], 1024]
+            Q: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(lQ)], 1024]
+            P: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(lP)], 1024]
+
+        self.shared_memory_bytes = Storage.size_in_bytes()
+        assert self.shared_memory_bytes <= SHARED_MEMORY_LIMIT, self.shared_memory_bytes
+        assert self.tile_rows * HEAD_DIM_QK * 2 <= TILE_BYTES  # queries pass through a stage
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        if warp_index == 0:
+            for i in cutlass.range_constexpr(3):
+                cpasync.prefetch_descriptor(tma[i])
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(STAGES * len(ARRIVALS)):
+                    cute.arch.mbarrier_init(storage.full.data_ptr() + i, 1)
+                for i in cutlass.range_constexpr(STAGES):
+                    cute.arch.mbarrier_init(storage.empty.data_ptr() + i, CONSUMER_WARPS)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        # Step 2: wait for the kernel before, then let the merge queue up behind this one: it waits for our end by itself.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        # Step 3: this CTA's range of the line.
+        words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + range_index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == 0:
+                sK = storage.K.get_tensor(lK.outer, swizzle=lK.inner)
+                self.produce(storage, tma, gInputs, mTable, lens[0], words, sK, row_tile)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.consume_tiles(storage, lQ, lP, mma_s, mma_o, lens, words, outputs, mKScale[0], scale_log2, row_tile)
+
+    def query_box(self, columns: int) -> Any:
+        """Layout of one TMA box of Q, [heads, tokens, columns]: rows token x heads + head, one after the other."""
+        heads, tokens = self.problem.tile_heads, self.problem.tile_tokens
+        return cute.make_layout((heads, tokens, columns), stride=(columns, columns * heads, 1))
+
+    def stage_of(self, position: Int32) -> tuple[Int32, Int32]:
+        """Stage of a position in the ring, and the parity of its use."""
+        use = position // STAGES
+        return position - use * STAGES, use & 1
+
+    @cute.jit
+    def work_span(self, words: cute.Tensor, request: Int32, mSeqLens: cute.Tensor) -> tuple[Int32, Int32, Int32]:
+        """Length of a request, and first and end tile of this CTA's part of it."""
+        seq_len = mSeqLens[request]
+        begin, end = self.tile_span(words, request, mSeqLens)
+        end = end if seq_len > 0 else begin
+        return seq_len, begin, end
+
+    @cute.jit
+    def produce(
+        self,
+        storage: cutlass.Constexpr,
+        tma: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom],
+        gInputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        mTable: cute.Tensor,
+        mSeqLens: cute.Tensor,
+        words: cute.Tensor,
+        sK: cute.Tensor,
+        row_tile: Int32,
+    ) -> None:
+        """The loading warp: of every request first Q, then the tiles, each in the next stage of the ring."""
+        tiling = self.tiling
+        box = (tiling.box_keys // 2, LINE)
+        sBoxes = cute.group_modes(cute.flat_divide(sK, box), 0, 2)
+        gBoxes = cute.group_modes(cute.local_tile(gInputs[0], box, (None, None, None)), 0, 2)
+        tKsK, tKgK = cpasync.tma_partition(tma[0], 0, cute.make_layout(1), sBoxes, gBoxes)
+        num_pages = cute.size(gInputs[0], mode=[2])
+        stage, phase = Int32(0), Int32(1)  # a fresh barrier lets a wait for parity 1 pass
+        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
+            seq_len, begin, end = self.work_span(words, request, mSeqLens)
+            if begin < end:
+                self.load_queries_to(storage, tma, gInputs, request, stage, phase, row_tile)
+                wrap = stage + 1 == STAGES
+                stage = Int32(0) if wrap else stage + 1
+                phase = phase ^ 1 if wrap else phase
+            for tile in cutlass.range(begin, end, unroll=1):
+                full = storage.full.data_ptr() + stage * len(ARRIVALS)
+                if cutlass.const_expr(tiling.pages_per_tile == 1):
+                    # The first tile's page stands in the schedule: one memory latency less before the first key is on its way.
+                    page, part = words[6], tile % tiling.tiles_per_page
+                    if (request > words[0]) | (tile > begin):
+                        page = mTable[request, tile // tiling.tiles_per_page]
+                    cute.arch.mbarrier_wait(storage.empty.data_ptr() + stage, phase)
+                    for i in cutlass.range_constexpr(len(ARRIVALS)):
+                        self.expect(full + i, len(ARRIVALS[i]) * BOX_BYTES)
+                        for j in cutlass.range_constexpr(len(ARRIVALS[i])):
+                            line = ARRIVALS[i][j]
+                            cute.copy(tma[0], tKgK[None, part, line, page], tKsK[None, 0, line, stage], tma_bar_ptr=full + i)
+                else:
+                    cute.arch.mbarrier_wait(storage.empty.data_ptr() + stage, phase)
+                    self.load_small(tma[0], mTable, seq_len, request, tile, num_pages, stage, full, tKsK, tKgK)
+                wrap = stage + 1 == STAGES
+                stage = Int32(0) if wrap else stage + 1
+                phase = phase ^ 1 if wrap else phase
+
+    @cute.jit
+    def expect(self, barrier: cute.Pointer, num_bytes: cutlass.Constexpr) -> None:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, num_bytes)
+
+    @cute.jit
+    def load_small(
+        self,
+        tma: cute.CopyAtom,
+        mTable: cute.Tensor,
+        seq_len: Int32,
+        request: Int32,
+        tile: Int32,
+        num_pages: Int32,
+        stage: Int32,
+        full: cute.Pointer,
+        tKsK: cute.Tensor,
+        tKgK: cute.Tensor,
+    ) -> None:
+        """A tile of several pages. The table is not read past the last key: those boxes aim past the last page and arrive as zeros."""
+        boxes = self.tiling.pages_per_tile
+        for i in cutlass.range_constexpr(len(ARRIVALS)):
+            self.expect(full + i, len(ARRIVALS[i]) * BOX_BYTES)
+        # Rolled loops: 36 unrolled copies spill the producer's registers.
+        for box in cutlass.range(boxes, unroll=1):
+            page = num_pages
+            if tile * TILE_KEYS + box * self.tiling.box_keys < seq_len:
+                page = mTable[request, tile * boxes + box]
+            for line in cutlass.range(LINES, unroll=1):
+                barrier = full + fp8_tile.arrival_of_line(line)
+                cute.copy(tma, tKgK[None, 0, line, page], tKsK[None, box, line, stage], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def load_queries_to(
+        self,
+        storage: cutlass.Constexpr,
+        tma: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom],
+        gInputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        request: Int32,
+        stage: Int32,
+        phase: Int32,
+        row_tile: Int32,
+    ) -> None:
+        """The BF16 rows of a request into a stage: boxes of 256, 256 and 64 columns. Heads and tokens that do not exist arrive as zeros."""
+        heads, tokens = row_tile % self.problem.head_tiles, row_tile // self.problem.head_tiles
+        full = storage.full.data_ptr() + stage * len(ARRIVALS)
+        cute.arch.mbarrier_wait(storage.empty.data_ptr() + stage, phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.problem.tile_heads * self.problem.tile_tokens * HEAD_DIM_QK * 2)
+            for i in cutlass.range_constexpr(1, len(ARRIVALS)):
+                cute.arch.mbarrier_arrive(full + i)
+        start = cute.recast_ptr(storage.K.data_ptr() + stage * TILE_BYTES, dtype=BFloat16).align(1024)
+        for i in cutlass.range_constexpr(QUERY_BOXES + 1):
+            columns = QUERY_COLUMNS if cutlass.const_expr(i < QUERY_BOXES) else ROPE
+            which = 1 if cutlass.const_expr(i < QUERY_BOXES) else 2
+            box = self.query_box(columns)
+            sBox = cute.group_modes(cute.make_tensor(start + i * QUERY_COLUMNS * self.problem.tile_heads * self.problem.tile_tokens, box), 0, 3)
+            gBox = cute.group_modes(cute.local_tile(gInputs[which], box.shape, (None, None, None, None)), 0, 3)
+            tQsQ, tQgQ = cpasync.tma_partition(tma[which], 0, cute.make_layout(1), sBox, gBox)
+            cute.copy(tma[which], tQgQ[None, heads, tokens, i % QUERY_BOXES, request], tQsQ, tma_bar_ptr=full)
+
+    @cute.jit
+    def consume_tiles(
+        self,
+        storage: cutlass.Constexpr,
+        lQ: cute.ComposedLayout,
+        lP: cute.ComposedLayout,
+        mma_s: cute.TiledMma,
+        mma_o: cute.TiledMma,
+        lens: tuple[cute.Tensor, cute.Tensor | None],
+        words: cute.Tensor,
+        outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
+        k_scale: Float32,
+        scale_log2: Float32,
+        row_tile: Int32,
+    ) -> None:
+        """One consumer warpgroup: every other tile of every piece, and half of the value columns at its end."""
+        thread = cute.arch.thread_idx()[0] % 128
+        lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(thread // 32)
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
+
+        # Step 1: operands. Q is shared, P is this warpgroup's own; K and V are read from the stage's address on.
+        sP = storage.P.get_tensor(lP.outer, swizzle=lP.inner)[None, None, group]
+        sQ = storage.Q.get_tensor(lQ.outer, swizzle=lQ.inner)
+        thr_s, thr_o = mma_s.get_slice(thread), mma_o.get_slice(thread)
+        tSrQ = thr_s.make_fragment_B(thr_s.partition_B(sQ))  # (MMA, 1, 36)
+        tOrP = thr_o.make_fragment_B(thr_o.partition_B(sP))  # (MMA, 1, 4)
+        acc_o = cute.make_rmem_tensor(mma_o.partition_shape_C((HEAD_DIM_V, self.tile_rows)), Float32)
+        rO = softmax.accumulator_view(acc_o, self.row_blocks, VALUE_GROUPS)
+        store_p = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 2 if self.tile_rows % 16 else 4), Float16)
+        store_p = cute.make_tiled_copy_C(store_p, mma_s).get_slice(thread)
+        tPsP = store_p.partition_D(transposed(sP))
+        score_offsets, value_offsets = fp8_tile.score_offsets(warp_index, lane), fp8_tile.value_offsets(warp_index, lane)
+        first_key = fp8_tile.key_of_line(warp_index, lane // 4)
+
+        # Step 2: row statistics, one per score row that this thread sees.
+        warp_values = self.group_values(storage, group)
+        row_max, row_sum, factor = (cute.make_rmem_tensor((2, self.row_blocks), Float32) for _ in range(3))
+
+        # Step 3: the requests of the range. `position` counts the stages that the producer has filled for the requests before.
+        position = Int32(0)
+        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
+            seq_len, begin, end = self.work_span(words, request, lens[0])
+            if begin < end:
+                self.convert_queries(storage, lens, request, seq_len, position, scale_log2 * k_scale, row_tile, group, warp_index)
+                position += 1
+            for piece in cutlass.range(self.pieces(begin, end, seq_len), unroll=1):
+                piece_begin, piece_end, slot = self.piece(words, request, begin, end, seq_len, piece)
+                row_max.fill(LOWEST)
+                row_sum.fill(0.0)
+                acc_o.fill(0.0)
+                if cutlass.const_expr(self.problem.batch_invariant):
+                    self.sync_consumers()  # the sums of the piece before are read
+                # Which warpgroup takes a tile depends on the piece alone: the same bits wherever the piece is computed.
+                for tile in cutlass.range(piece_begin + group, piece_end, CONSUMERS, unroll=1):
+                    stage, phase = self.stage_of(position + tile - begin)
+                    address = storage.K.data_ptr().toint() + stage * TILE_BYTES
+                    acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((TILE_KEYS, self.tile_rows)), Float32)
+                    rS = softmax.accumulator_view(acc_s, self.row_blocks)
+                    full = storage.full.data_ptr() + stage * len(ARRIVALS)
+                    # The stage's use before this one was the other warpgroup's. Were it still to arrive, its parity would pass for this one's.
+                    cute.arch.mbarrier_wait(storage.empty.data_ptr() + stage, phase ^ 1)
+                    fp8_products.multiply_keys(mma_s, acc_s, tSrQ, [address + o for o in score_offsets], full, phase, self.groups_ahead)
+                    keys = seq_len - self.tiling.first_key(tile)
+                    if keys < TILE_KEYS:
+                        self.clear_past(address, cutlass.max(keys, 0), thread)
+                        self.sync_group(group)
+                    values = [address + o for o in value_offsets]
+                    ahead = [fp8_products.load_values(values, i) for i in range(self.groups_ahead)]
+                    self.logits(storage, rS, keys, tile, first_key, lane)
+                    softmax.publish_max(rS, warp_values, warp_index, lane)
+                    self.raise_logits(rS)
+                    self.sync_group(group)
+                    softmax.update(rS, row_max, row_sum, factor, warp_values, lane, rows_may_see_nothing=False)
+                    rP = cute.make_rmem_tensor(acc_s.shape, Float16)
+                    rP.store(acc_s.load().to(Float16))
+                    cute.copy(store_p, store_p.retile(rP), tPsP)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    self.scale_output(rO, factor)
+                    self.sync_group(group)
+                    fp8_products.multiply_values(mma_o, acc_o, tOrP, values, ahead)
+                    # The last stage of a piece is kept: the output passes through it.
+                    if tile + 1 < piece_end:
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage, arrive_count=CONSUMERS)
+                last_stage, _ = self.stage_of(cutlass.max(position + piece_end - 1 - begin, 0))
+                self.finish_piece(
+                    storage, rO, row_max, row_sum, factor, outputs, k_scale, request, slot, piece_end - piece_begin, last_stage,
+                    row_tile, group, warp_index,
+                )  # fmt: skip
+            position += end - begin
+
+    def group_values(self, storage: Any, group: Any) -> cute.Tensor:
+        """One value of each warp of a warpgroup and each row: maxima of a tile, sums of a piece."""
+        rows = self.tile_rows
+        return cute.make_tensor(storage.warp_values.data_ptr() + group * (4 * rows), cute.make_layout((4, rows), stride=(rows, 1)))
+
+    def sync_group(self, group: Int32) -> None:
+        cute.arch.barrier(barrier_id=NamedBarrierSm90.WARPGROUP_0 + group, number_of_threads=128)
+
+    def sync_consumers(self) -> None:
+        cute.arch.barrier(barrier_id=NamedBarrierSm90.CONSUMERS, number_of_threads=128 * CONSUMERS)
+
+    @cute.jit
+    def convert_queries(
+        self,
+        storage: cutlass.Constexpr,
+        lens: tuple[cute.Tensor, cute.Tensor | None],
+        request: Int32,
+        seq_len: Int32,
+        position: Int32,
+        scale_log2: Float32,
+        row_tile: Int32,
+        group: Int32,
+        warp_index: Int32,
+    ) -> None:
+        """Q of a request from its stage to FP16, a warp a row; what the scores of a row are scaled with, and how many keys it sees."""
+        # What is computed from lane and warp would live across the loop over the tiles, if it could be hoisted, and spill. So in `finish_piece`.
+        lane, warp_index = pinned_lane_index(), cute.arch.make_warp_uniform(pinned(warp_index))
+        stage, phase = self.stage_of(position)
+        cute.arch.mbarrier_wait(storage.full.data_ptr() + stage * len(ARRIVALS), phase)
+        source = storage.K.data_ptr().toint() + stage * TILE_BYTES + lane * 4
+        box_bytes = self.problem.tile_heads * self.problem.tile_tokens * QUERY_COLUMNS * 2
+        target = storage.Q.data_ptr().toint()
+        row_scale = storage.row_scale.get_tensor(cute.make_layout((self.tile_rows,)))
+        row_limit = storage.row_limit.get_tensor(cute.make_layout((self.tile_rows,)))
+        for i in cutlass.range_constexpr(self.row_blocks):
+            row = i * CONSUMER_WARPS + group * 4 + warp_index
+            token, _, exists = self.locate(row, row_tile)
+            words = cute.make_rmem_tensor((GROUPS,), Uint32)
+            top = Uint32(0)
+            for g in cutlass.range_constexpr(GROUPS):
+                box, column = g * 64 // QUERY_COLUMNS, g * 64 % QUERY_COLUMNS
+                row_bytes = (QUERY_COLUMNS if g * 64 < HEAD_DIM_V else ROPE) * 2
+                # A row that is none may not have been loaded: the stage holds old keys there.
+                word = fp8_convert.load_word(source + row * row_bytes, box * box_bytes + column * 2)
+                words[g] = word if exists else Uint32(0)
+                top = cutlass.max(top, cutlass.max(words[g] & 0x7FFF, words[g] >> 16 & 0x7FFF))
+            # BF16 magnitudes order like the integers that they are made of. Rows of denormals: as if of the smallest exponents.
+            exponent = cutlass.max(Int32(cute.arch.warp_redux_sync(top, "max") >> 7), Q_EXPONENT + 1)
+            shrink = fp8_convert.power_of_two(254 + Q_EXPONENT - exponent)
+            for g in cutlass.range_constexpr(GROUPS):
+                address = target + g * (self.tile_rows * LINE) + fp8_tile.query_offset(row, lane, self.tile_rows)
+                fp8_convert.store_word(address, fp8_convert.scaled_bf16_to_f16(words[g], shrink))
+            if lane == 0:
+                row_scale[row] = fp8_convert.power_of_two(exponent - Q_EXPONENT) * scale_log2
+                if cutlass.const_expr(self.rows_differ):
+                    total = lens[1][request] if cutlass.const_expr(self.problem.needs_total_lens) else seq_len
+                    row_limit[row] = self.held(cutlass.max(total - self.problem.query_len + 1 + token, 0))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.sync_consumers()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage)
+
+    @property
+    def rows_differ(self) -> bool:
+        """Whether rows of a request see different numbers of keys."""
+        return self.problem.causal and self.problem.query_len > 1
+
+    @cute.jit
+    def logits(self, storage: cutlass.Constexpr, rS: cute.Tensor, keys: Int32, tile: Int32, first_key: Int32, lane: Int32) -> None:
+        """Scores to base-2 logits; keys that a row does not see become -inf. `keys`: of the request, from the tile's first key on."""
+        row_scale = storage.row_scale.get_tensor(cute.make_layout((self.tile_rows,)))
+        row_limit = storage.row_limit.get_tensor(cute.make_layout((self.tile_rows,)))
+        rest = Int32(TILE_KEYS)
+        if cutlass.const_expr(self.tiling.page_size % TILE_KEYS != 0 and self.tiling.pages_per_tile == 1):
+            rest = cutlass.min(rest, self.tiling.page_size - tile % self.tiling.tiles_per_page * TILE_KEYS)
+        for block in cutlass.range_constexpr(self.row_blocks):
+            for parity in cutlass.range_constexpr(2):
+                row = block * 8 + (lane % 4) * 2 + parity
+                visible = cutlass.min(keys, rest)
+                if cutlass.const_expr(self.rows_differ):
+                    visible = cutlass.min(row_limit[row] - self.tiling.first_key(tile), rest)
+                for half in cutlass.range_constexpr(2):
+                    # A select, not a product: the score of an unread key may be NaN.
+                    logit = rS[parity, half, block, 0] * row_scale[row]
+                    rS[parity, half, block, 0] = logit if first_key + 16 * half < visible else -Float32.inf
+
+    def raise_logits(self, rS: Any) -> None:
+        """What the maximum is subtracted from: P comes out 2^P_SHIFT times larger, and so does its sum."""
+        for i in range(cute.size(rS)):
+            rS[i] = rS[i] + P_SHIFT
+
+    @cute.jit
+    def scale_output(self, rO: cute.Tensor, factor: cute.Tensor) -> None:
+        """Scales the output so far, row by row."""
+        for m_tile in cutlass.range_constexpr(VALUE_GROUPS):
+            for block in cutlass.range_constexpr(self.row_blocks):
+                for half in cutlass.range_constexpr(2):
+                    for parity in cutlass.range_constexpr(2):
+                        rO[parity, half, block, m_tile] = rO[parity, half, block, m_tile] * factor[parity, block]
+
+    @cute.jit
+    def clear_past(self, address: Int32, keys: Int32, thread: Int32) -> None:
+        """Zeros the values of a tile's keys from `keys` on: a probability of 0 times a NaN of a reused page is NaN.
+
+        Slower warps may still read these keys for their scores, which are masked.
+        """
+        for key in cutlass.range(keys + thread // 32, TILE_KEYS, 4, unroll=1):
+            fp8_convert.clear_unit(address + fp8_tile.offset(key, thread % 32 * 16))
+
+    @cute.jit
+    def finish_piece(
+        self,
+        storage: cutlass.Constexpr,
+        rO: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        factor: cute.Tensor,
+        outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
+        k_scale: Float32,
+        request: Int32,
+        slot: Int32,
+        tiles: Int32,
+        last_stage: Int32,
+        row_tile: Int32,
+        group: Int32,
+        warp_index: Int32,
+    ) -> None:
+        """Adds up the two warpgroups' parts of a piece, normalised, and writes them: to `out` where the request is whole, else to a slot.
+
+        A piece of one tile is the first warpgroup's alone, and one without tiles is all zeros, with LSE -inf.
+        """
+        lane, warp_index = pinned_lane_index(), cute.arch.make_warp_uniform(pinned(warp_index))
+        mOut, mLse, mOutPartial, mLsePartial = outputs
+        if tiles > 0:
+            self.weigh(storage, row_max, row_sum, factor, k_scale, group, warp_index, lane)
+            self.scale_output(rO, factor)
+            if tiles > 1:
+                self.exchange(storage, rO, last_stage, group, warp_index, lane)
+            for side in cutlass.range_constexpr(CONSUMERS):
+                owner = Int32(side)
+                if tiles == 1:
+                    owner = Int32(0)
+                if group == owner:
+                    if slot == NO_SLOT:
+                        self.store_side(storage, rO, mOut[request, None, None, None], side, last_stage, row_tile, group, warp_index, lane)
+                    else:
+                        self.store_side(storage, rO, mOutPartial[slot, None, None, None], side, last_stage, row_tile, group, warp_index, lane)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(storage.empty.data_ptr() + last_stage)
+        elif slot == NO_SLOT:
+            self.store_zeros(mOut[request, None, None, None], row_tile, group * 4 + warp_index, lane)
+        if warp_index + 4 * group == 0:
+            if lane < 4:
+                self.store_lse(row_max, row_sum, mLse, mLsePartial, request, slot, row_tile, group, lane)
+
+    @cute.jit
+    def weigh(
+        self,
+        storage: cutlass.Constexpr,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        factor: cute.Tensor,
+        k_scale: Float32,
+        group: Int32,
+        warp_index: Int32,
+        lane: Int32,
+    ) -> None:
+        """Maxima and sums over both warpgroups, and what this one's output has to be multiplied with."""
+        softmax.publish_sum(row_sum, self.group_values(storage, group), warp_index, lane)
+        group_max = storage.group_max.get_tensor(cute.make_layout((self.tile_rows, CONSUMERS)))
+        if warp_index == 0:
+            if lane < 4:
+                for block in cutlass.range_constexpr(self.row_blocks):
+                    for parity in cutlass.range_constexpr(2):
+                        group_max[block * 8 + lane * 2 + parity, group] = row_max[parity, block]
+        self.sync_consumers()
+        for block in cutlass.range_constexpr(self.row_blocks):
+            for parity in cutlass.range_constexpr(2):
+                row = block * 8 + (lane % 4) * 2 + parity
+                top = cute.arch.fmax(group_max[row, 0], group_max[row, 1])
+                total = Float32(0.0)
+                for other in cutlass.range_constexpr(CONSUMERS):  # in this order in both warpgroups: they divide by the same sum
+                    sums = self.group_values(storage, other)
+                    part = sums[0, row] + sums[1, row] + sums[2, row] + sums[3, row]
+                    total += part * cute.math.exp2(group_max[row, other] - top, fastmath=True)
+                inverse = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
+                factor[parity, block] = cute.math.exp2(row_max[parity, block] - top, fastmath=True) * inverse * k_scale
+                row_sum[parity, block] = total * 2.0**-P_SHIFT
+                row_max[parity, block] = top
+
+    def side_pointer(self, storage: Any, stage: Any, side: int, dtype: Any) -> Any:
+        """The part of a stage through which one warpgroup's 256 columns pass: TILE_BYTES / 2 at most."""
+        part = self.row_blocks * self.exchanged_groups * QUAD_BYTES
+        assert CONSUMERS * part <= TILE_BYTES and part >= self.tile_rows * ROW_BYTES
+        return cute.recast_ptr(storage.K.data_ptr() + (stage * TILE_BYTES + side * part), dtype=dtype).align(16)
+
+    @cute.jit
+    def exchange(
+        self, storage: cutlass.Constexpr, rO: cute.Tensor, stage: Int32, group: Int32, warp_index: Int32, lane: Int32
+    ) -> None:
+        """Adds the other warpgroup's part of this one's 256 value columns. Both are done with the stage: the barrier of the sums lies behind."""
+        quads = self.row_blocks * self.exchanged_groups
+        layout = cute.make_layout((4, 128, quads), stride=(1, 4, 512))
+        thread = warp_index * 32 + lane
+        quad = cute.make_rmem_tensor((4,), Float32)
+        for step in cutlass.range_constexpr(VALUE_GROUPS // CONSUMERS // self.exchanged_groups):
+            if cutlass.const_expr(step > 0):
+                self.sync_consumers()
+            for side in cutlass.range_constexpr(CONSUMERS):
+                first = (side * (VALUE_GROUPS // CONSUMERS) + step * self.exchanged_groups) * self.row_blocks
+                if group != side:
+                    sX = cute.make_tensor(self.side_pointer(storage, stage, side, Float32), layout)
+                    for i in cutlass.range_constexpr(quads):
+                        for j in cutlass.range_constexpr(4):
+                            quad[j] = rO[4 * (first + i) + j]
+                        cute.autovec_copy(quad, sX[None, thread, i])
+            cute.arch.fence_proxy("async.shared", space="cta")  # TMA writes here next
+            self.sync_consumers()
+            for side in cutlass.range_constexpr(CONSUMERS):
+                first = (side * (VALUE_GROUPS // CONSUMERS) + step * self.exchanged_groups) * self.row_blocks
+                if group == side:
+                    sX = cute.make_tensor(self.side_pointer(storage, stage, side, Float32), layout)
+                    for i in cutlass.range_constexpr(quads):
+                        cute.autovec_copy(sX[None, thread, i], quad)
+                        for j in cutlass.range_constexpr(4):
+                            rO[4 * (first + i) + j] = rO[4 * (first + i) + j] + quad[j]
+        self.sync_group(group)  # the output takes the place of what has been read
+
+    @cute.jit
+    def store_side(
+        self,
+        storage: cutlass.Constexpr,
+        rO: cute.Tensor,
+        gO: cute.Tensor,
+        side: cutlass.Constexpr,
+        stage: Int32,
+        row_tile: Int32,
+        group: Int32,
+        warp_index: Int32,
+        lane: Int32,
+    ) -> None:
+        """256 value columns of O^T registers to gO [tokens, heads, 512], through shared memory: a warp then writes ROW_BYTES of a row at once.
+
+        The two halves of a warp's lines are neighbouring columns. Units of 16 bytes are permuted by row: no bank conflicts on either side.
+        """
+        dtype, groups = gO.element_type, VALUE_GROUPS // CONSUMERS
+        unit = 128 // dtype.width
+        pass_columns = 32 * unit
+        pass_groups = pass_columns // 64
+        sO = self.side_pointer(storage, stage, side, dtype)
+        store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=2 * dtype.width)
+        places = cute.make_layout((2, self.row_blocks, pass_groups), stride=(1, 8 * pass_columns, 64))
+        pairs = cute.make_rmem_tensor(places.shape, dtype)
+        column = warp_index * 16 + lane // 4 * 2
+        for step in cutlass.range_constexpr(groups // pass_groups):
+            if cutlass.const_expr(step > 0):
+                self.sync_group(group)
+            for parity in cutlass.range_constexpr(2):
+                row = (lane % 4) * 2 + parity
+                for block in cutlass.range_constexpr(self.row_blocks):
+                    for i in cutlass.range_constexpr(pass_groups):
+                        for half in cutlass.range_constexpr(2):
+                            pairs[half, block, i] = rO[parity, half, block, side * groups + step * pass_groups + i].to(dtype)
+                place = row * pass_columns + ((column // unit) ^ row) * unit + column % unit
+                cute.copy(store, pairs, cute.make_tensor((sO + place).align(2 * dtype.width // 8), places))
+            cute.arch.fence_proxy("async.shared", space="cta")  # TMA writes here next
+            self.sync_group(group)
+            for i in cutlass.range_constexpr(self.tile_rows // 4):
+                row = i * 4 + warp_index
+                token, head, exists = self.locate(row, row_tile)
+                if exists:
+                    source = (sO + (row * pass_columns + (lane ^ (row % 8)) * unit)).align(16)
+                    target = (gO[token, head, None].iterator + (side * (HEAD_DIM_V // CONSUMERS) + step * pass_columns + lane * unit)).align(16)
+                    values = cute.make_rmem_tensor((unit,), dtype)
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout((unit,))), values)
+                    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout((unit,))))
+
+    @cute.jit
+    def store_zeros(self, gO: cute.Tensor, row_tile: Int32, warp_index: Int32, lane: Int32) -> None:
+        """A request without keys: zeros to all its rows."""
+        zeros = cute.make_rmem_tensor((8,), gO.element_type)
+        zeros.fill(0.0)
+        for i in cutlass.range_constexpr(self.row_blocks):
+            token, head, exists = self.locate(i * CONSUMER_WARPS + warp_index, row_tile)
+            if exists:
+                for part in cutlass.range_constexpr(HEAD_DIM_V // 256):
+                    target = (gO[token, head, None].iterator + (part * 256 + lane * 8)).align(16)
+                    cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout((8,))))
