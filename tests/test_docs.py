@@ -78,7 +78,7 @@ FORWARD_PARTS = [(name, "kernels/dense_mla/forward_sm90.py") for name in re.find
 
 @pytest.mark.parametrize(("name", "path"), [*STOPS, *FORWARD_PARTS])
 def test_every_stop_of_decode_step_is_in_the_file_that_it_names(name: str, path: str) -> None:
-    assert len(STOPS) >= 9 and len(FORWARD_PARTS) >= 4
+    assert len(STOPS) >= 9 and len(FORWARD_PARTS) >= 3
     for part in name.split("."):
         assert re.search(rf"^ *(def|class) {part}\b", read(path), re.M), f"{path} has no {part}"
 
