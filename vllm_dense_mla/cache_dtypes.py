@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dense_mla import problem
+from dense_mla import arch
 
 UNSCALED = ("auto", "float16", "bfloat16")
 E4M3 = ("fp8", "fp8_e4m3")
@@ -17,8 +17,8 @@ _FP8_REASONS = {
 
 
 def reads_fp8() -> bool:
-    """Whether the kernels of this version read an FP8 cache."""
-    return torch.float8_e4m3fn in problem.KV_DTYPES
+    """Whether the kernels of this version are known to read an FP8 cache right."""
+    return torch.float8_e4m3fn in arch.VERIFIED_KV_DTYPES
 
 
 def supported_cache_dtypes() -> list[str]:
@@ -40,7 +40,7 @@ def refuse_cache_dtype(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> 
     """Why a model of a dtype cannot have this cache, or None where it can. A model dtype that is refused itself is not spoken of."""
     name = kv_cache_dtype or "auto"
     if name not in supported_cache_dtypes():
-        missing = "an FP8 KV cache is not built" if name in E4M3 else _FP8_REASONS.get(name)
+        missing = "the kernel of an FP8 KV cache has not passed its tests yet" if name in E4M3 else _FP8_REASONS.get(name)
         return f"kv_cache_dtype must be {_listed(supported_cache_dtypes())}, got {name}" + (f": {missing}" if missing else "")
     if model_dtype not in _MODEL_DTYPES:
         return None

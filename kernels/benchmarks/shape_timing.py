@@ -16,6 +16,7 @@ from benchmarks.contenders import Contender
 from benchmarks.decode_inputs import DecodeInputs, worst_relative_l2
 from benchmarks.evidence import DecodeEvidence, DecodeRow, Failure, error_text
 from benchmarks.graph_timing import capture, sm_clock_mhz, time_in_turn
+from benchmarks.peers import Call
 
 MAX_RELATIVE_L2 = 1e-2  # five times what BF16 inputs cost: beyond it the kernel computes something else
 
@@ -26,11 +27,16 @@ class WrongAnswerError(Exception):
 
 @dataclass(frozen=True)
 class CapturedDecode:
-    """A contender's calls at one shape as a graph, and the outputs that it writes, `[layers, R, heads, 512]`."""
+    """A contender's calls at one shape as a graph, and the outputs that it writes, `[layers, R, heads, 512]`.
+
+    `call` keeps what the graph reads and writes besides: a graph holds addresses and owns no memory, and workspace or schedule would go to the
+    next contender.
+    """
 
     contender: Contender
     graph: torch.cuda.CUDAGraph
     outs: torch.Tensor
+    call: Call
 
     @classmethod
     def of(cls, contender: Contender, inputs: DecodeInputs) -> CapturedDecode:
@@ -42,7 +48,7 @@ class CapturedDecode:
         outs.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        return cls(contender, graph, outs)
+        return cls(contender, graph, outs, call)
 
     def relative_l2(self, references: dict[int, torch.Tensor]) -> float:
         """Of the worst request of the layers that there are references for.

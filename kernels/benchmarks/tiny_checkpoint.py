@@ -116,7 +116,7 @@ class TinyCheckpoint:
 def linear(draw: torch.Generator, outputs: int, inputs: int, gain: float = 1.0) -> torch.Tensor:
     """A random weight whose outputs have `gain` times the size of its inputs."""
     weight = torch.randn(outputs, inputs, generator=draw)
-    return weight.mul_(gain / inputs**0.5).bfloat16()
+    return (weight * gain / inputs**0.5).bfloat16()
 
 
 def ones(size: int) -> torch.Tensor:

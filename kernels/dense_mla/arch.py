@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .problem import DecodeProblem
 
 WIDE_ROWS = 32  # rows of a CTA above which the Hopper kernel for many rows is the faster one
@@ -43,6 +45,8 @@ ARCHITECTURES = {
 
 # Where the kernels passed their tests on hardware. The portable kernel compiles for the others and may be forced; it is not chosen there.
 VERIFIED = (HOPPER,)
+# KV caches whose kernels passed theirs. The E4M3 kernel compiles and can be prepared; the plugin does not offer it yet.
+VERIFIED_KV_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def unsupported_reason(capability: tuple[int, int]) -> str | None:

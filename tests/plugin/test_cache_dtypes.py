@@ -9,7 +9,7 @@ import torch
 from conftest import HEADS, SCALE, cache_and_query, make_builder, make_impl, step
 from test_selection import reasons
 
-from dense_mla import problem, reference
+from dense_mla import arch, reference
 from dense_mla.arch import ARCHITECTURES
 from vllm_dense_mla import cache_dtypes
 from vllm_dense_mla.backend import DenseMLABackend
@@ -20,13 +20,13 @@ E4M3 = torch.float8_e4m3fn
 @pytest.fixture
 def fp8(monkeypatch):
     """Kernels that read E4M3, whether or not this version's do."""
-    monkeypatch.setattr(problem, "KV_DTYPES", (torch.bfloat16, torch.float16, E4M3))
+    monkeypatch.setattr(arch, "VERIFIED_KV_DTYPES", (torch.bfloat16, torch.float16, E4M3))
     monkeypatch.setattr(DenseMLABackend, "supported_kv_cache_dtypes", cache_dtypes.supported_cache_dtypes())
 
 
 @pytest.fixture
 def no_fp8(monkeypatch):
-    monkeypatch.setattr(problem, "KV_DTYPES", (torch.bfloat16, torch.float16))
+    monkeypatch.setattr(arch, "VERIFIED_KV_DTYPES", (torch.bfloat16, torch.float16))
     monkeypatch.setattr(DenseMLABackend, "supported_kv_cache_dtypes", cache_dtypes.supported_cache_dtypes())
 
 
@@ -37,7 +37,7 @@ def layer_with(k_scale, **others):
 def test_what_is_declared_is_what_the_kernels_read():
     """One switch: the backend's list follows the kernels'."""
     assert DenseMLABackend.supported_kv_cache_dtypes == cache_dtypes.supported_cache_dtypes()
-    assert cache_dtypes.reads_fp8() is (E4M3 in problem.KV_DTYPES)
+    assert cache_dtypes.reads_fp8() is (E4M3 in arch.VERIFIED_KV_DTYPES)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "float16"])
@@ -152,7 +152,7 @@ def test_fp8_on_gpus_without_a_kernel_for_it(monkeypatch):
 
 
 def test_kernels_without_fp8(no_fp8, vllm_config, no_workspace):
-    message = "kv_cache_dtype must be auto, float16 or bfloat16, got fp8: an FP8 KV cache is not built"
+    message = "kv_cache_dtype must be auto, float16 or bfloat16, got fp8: the kernel of an FP8 KV cache has not passed its tests yet"
     assert reasons(kv_cache_dtype="fp8") == [message]
     with pytest.raises(NotImplementedError, match=f"^DENSE_MLA: {message}$"):
         make_impl(vllm_config, kv_cache_dtype="fp8")
