@@ -315,7 +315,7 @@ class ForwardSm90(RequestWalk):
             self.row_limits(limits, lens, request, seq_len, row_tile, group, lane)
             if begin < end:
                 cute.arch.mbarrier_wait(storage.q_full.data_ptr() + q_stage, q_phase)
-            for piece in cutlass.range(self.pieces(begin, end, seq_len), unroll=1):
+            for piece in cutlass.range(self.range.num_pieces(begin, end, seq_len), unroll=1):
                 piece_begin, piece_end, slot = self.piece(words, request, begin, end, seq_len, piece)
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)

@@ -34,13 +34,12 @@ from .forward_sm90 import (
     mn_major,
     transposed,
 )
-from .forward_sm90_wide import pinned
 from .fp8_tile import ARRIVALS, BOX_BYTES, GROUPS, LINE, LINES, RECORD_BYTES, RECORDS, TILE_BYTES, VALUE_GROUPS
 from .named_barrier import NamedBarrierSm90
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
 from .request_walk import k_major
 from .schedule import HEADER_WORDS, NO_SLOT, RANGE_WORDS
-from .special_register import pinned_lane_index
+from .special_register import pinned, pinned_lane_index
 
 STAGES = 5  # 36 KiB each: tiles of keys, and the BF16 queries of a request on their way to FP16
 QUERY_COLUMNS = 256  # of a TMA box of Q: as many as a box may have
@@ -357,7 +356,7 @@ class ForwardSm90Fp8(ForwardSm90):
             if begin < end:
                 self.convert_queries(storage, lens, request, seq_len, position, scale_log2 * k_scale, row_tile, group, warp_index)
                 position += 1
-            for piece in cutlass.range(self.pieces(begin, end, seq_len), unroll=1):
+            for piece in cutlass.range(self.range.num_pieces(begin, end, seq_len), unroll=1):
                 piece_begin, piece_end, slot = self.piece(words, request, begin, end, seq_len, piece)
                 row_max.fill(LOWEST)
                 row_sum.fill(0.0)
@@ -459,7 +458,7 @@ class ForwardSm90Fp8(ForwardSm90):
                 row_scale[row] = fp8_convert.power_of_two(exponent - Q_EXPONENT) * scale_log2
                 if cutlass.const_expr(self.rows_differ):
                     total = lens[1][request] if cutlass.const_expr(self.problem.needs_total_lens) else seq_len
-                    row_limit[row] = self.held(cutlass.max(total - self.problem.query_len + 1 + token, 0))
+                    row_limit[row] = self.range.visible_keys(token, seq_len, total)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync_consumers()
         with cute.arch.elect_one():

@@ -23,9 +23,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
 
 from .forward_sm90 import (
     CONSUMER_REGISTERS,
@@ -42,26 +40,14 @@ from .named_barrier import NamedBarrierSm90
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
 from .request_walk import CHUNK, CHUNKS, k_major, query_box
 from .schedule import HEADER_WORDS, NO_SLOT, RANGE_WORDS
-from .special_register import pinned_lane_index
+from .special_register import pinned, pinned_lane_index
 
 M_ROWS = 64  # rows of the tile in shared memory and registers, however many of them are queries
 HALF = VALUE_COLUMNS // CHUNK  # chunks of K that hold one warpgroup's value columns
 ROPE = CHUNKS - 1  # the chunk that is no value
-P_READY = 4  # named barriers, + owner of the tile: the owner has stored P and the new maxima, the other warpgroup may use them
 # After so many chunks of its scores a warpgroup multiplies the other's P: the rope columns and its own half. Those chunks come first
 # because the previous tile in the stage gave them back first, and by then the other warpgroup is through with its softmax.
 CHUNKS_BEFORE_OTHER = 1 + HALF
-
-
-@dsl_user_op
-def pinned(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The value itself, opaque to the optimiser."""
-    operand = value.ir_value(loc=loc, ip=ip)
-    word = llvm.inline_asm(
-        T.i32(), [operand], "mov.b32 $0, $1;", "=r,r",
-        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-    return Int32(word)
 
 
 class ForwardSm90Wide(ForwardSm90):
@@ -333,7 +319,7 @@ class ForwardSm90Wide(ForwardSm90):
             self.row_limits(limits, lens, request, seq_len, row_tile, group, thread)
             if begin < end:
                 cute.arch.mbarrier_wait(storage.q_full.data_ptr(), q_phase)
-            for piece in cutlass.range(self.pieces(begin, end, seq_len), unroll=1):
+            for piece in cutlass.range(self.range.num_pieces(begin, end, seq_len), unroll=1):
                 piece_begin, piece_end, slot = self.piece(words, request, begin, end, seq_len, piece)
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)
@@ -496,7 +482,7 @@ class ForwardSm90Wide(ForwardSm90):
             for key in cutlass.range(cutlass.max(keys, 0) + thread // 64, TILE_KEYS, 2, unroll=1):
                 cute.copy(store, zeros, vectors[None, key, thread % 64, group])
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier_arrive(barrier_id=P_READY + group, number_of_threads=128 * CONSUMERS)
+        cute.arch.barrier_arrive(barrier_id=NamedBarrierSm90.P_READY_0 + group, number_of_threads=128 * CONSUMERS)
         if keys < TILE_KEYS:
             self.sync_warpgroup(group)
 
@@ -533,7 +519,7 @@ class ForwardSm90Wide(ForwardSm90):
     ) -> None:
         """Starts acc_o = acc_o factor + P V of the other's tile; whoever waits for it gives its columns back."""
         factor = statistics[2]
-        cute.arch.barrier(barrier_id=P_READY + 1 - group, number_of_threads=128 * CONSUMERS)
+        cute.arch.barrier(barrier_id=NamedBarrierSm90.P_READY_0 + 1 - group, number_of_threads=128 * CONSUMERS)
         maxima = storage.maxima.get_tensor(cute.make_layout((M_ROWS,)))
         for half in cutlass.range_constexpr(2):
             self.raise_reference(statistics, maxima[self.score_row(0, half, 0, thread)], half)

@@ -9,7 +9,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from .paged_kv import PageTiling
 from .problem import HEAD_DIM_QK, TILE_KEYS, DecodeProblem
-from .schedule import INVARIANT_PIECES, NO_SLOT, invariant_piece_tiles
+from .request_range import RequestRange
+from .schedule import invariant_piece_tiles
 from .torch_types import cutlass_dtype
 
 CHUNK = 64  # columns of K that one barrier and one swizzled TMA box cover: 128 bytes
@@ -42,6 +43,7 @@ class RequestWalk:
         self.tile_rows = problem.tile_rows
         self.row_tiles = problem.row_tiles
         self.tiling = PageTiling(problem.page_size)
+        self.range = RequestRange(problem)
 
     @cute.jit
     def score_row(self, block: cutlass.Constexpr, parity: cutlass.Constexpr, group: Int32, lane: Int32) -> Int32:
@@ -98,33 +100,13 @@ class RequestWalk:
                 phase = phase ^ 1 if wrap else phase
 
     @cute.jit
-    def pieces(self, begin: Int32, end: Int32, seq_len: Int32) -> Int32:
-        """Partials that this CTA makes of a request: one, or one for every fixed piece of it."""
-        count = Int32(1)
-        if cutlass.const_expr(self.problem.batch_invariant):
-            length = invariant_piece_tiles(self.tiling.num_tiles(seq_len))
-            count = cutlass.max((end - begin + length - 1) // length, 1)
-        return count
-
-    @cute.jit
     def piece(
         self, words: cute.Tensor, request: Int32, begin: Int32, end: Int32, seq_len: Int32, index: Int32
     ) -> tuple[Int32, Int32, Int32]:
-        """First tile, end tile and slot of a piece; NO_SLOT for a whole request."""
-        slot = Int32(NO_SLOT)
+        """First tile, end tile and slot of a request's piece `index` in this range; NO_SLOT for a whole request."""
         if cutlass.const_expr(self.problem.batch_invariant):
-            tiles = self.tiling.num_tiles(seq_len)
-            length = invariant_piece_tiles(tiles)
-            begin += index * length
-            end = cutlass.min(begin + length, end)
-            if length < tiles:
-                slot = request * INVARIANT_PIECES + begin // length
-        else:
-            if request == words[2]:
-                slot = words[5]
-            if request == words[0]:
-                slot = words[4]
-        return begin, end, slot
+            begin += index * invariant_piece_tiles(self.tiling.num_tiles(seq_len))
+        return begin, self.range.piece_end(begin, end, seq_len), self.range.slot(words, request, begin, seq_len)
 
     @cute.jit
     def row_limits(
@@ -144,20 +126,9 @@ class RequestWalk:
             for block in cutlass.range_constexpr(self.score_rows // 8):
                 for parity in cutlass.range_constexpr(2):
                     token, _, _ = self.locate(self.score_row(block, parity, group, lane), row_tile)
-                    limits[parity, block] = self.held(cutlass.max(total - problem.query_len + 1 + token, 0))
+                    limits[parity, block] = self.range.visible_keys(token, seq_len, total)
         else:
             limits.fill(seq_len)
-
-    @cute.jit
-    def held(self, keys: Int32) -> Int32:
-        """`ContextShard.held` on the device."""
-        context = self.problem.context
-        count = keys
-        if cutlass.const_expr(self.problem.needs_total_lens):
-            round_keys = context.world * context.interleave
-            rest = keys % round_keys - context.rank * context.interleave
-            count = keys // round_keys * context.interleave + cutlass.min(cutlass.max(rest, 0), context.interleave)
-        return count
 
     @cute.jit
     def visible_keys(self, visible: cute.Tensor, limits: cute.Tensor, tile: Int32, key0: Int32) -> None:
