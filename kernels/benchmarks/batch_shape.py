@@ -6,10 +6,6 @@ import random
 import re
 from dataclasses import dataclass
 
-from dense_mla.problem import HEAD_DIM_QK
-
-BYTES_PER_KEY = HEAD_DIM_QK * 2  # BF16
-
 
 @dataclass(frozen=True)
 class BatchShape:
@@ -64,11 +60,6 @@ class BatchShape:
     def keys(self) -> int:
         """Keys of all requests."""
         return sum(self.seq_lens)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of BF16 KV cache that one decode call has to read."""
-        return self.keys * BYTES_PER_KEY
 
     def pages(self, page_size: int) -> tuple[int, ...]:
         """Pages of each request."""

@@ -1,6 +1,7 @@
 """Time DENSE_MLA's decode and its peers in vLLM on one GPU, in one process, on the same inputs.
 
     python kernels/benchmarks/bench_decode.py --heads 8,11,12,16,24,32,64,128 --json docs/evidence/decode_h200.json
+    python kernels/benchmarks/bench_decode.py --kv-dtype fp8 --heads 8,16,64,128
 
 Every kernel at every shape: its output is compared with FP64 softmax attention in the very buffers that are timed, before and after, and its
 calls over rotating KV caches (so that the L2 is cold) are captured in one CUDA graph. Then the graphs of all kernels are replayed in turn, and
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -27,17 +29,19 @@ from benchmarks.comparison_table import OURS, comparison_table
 from benchmarks.contenders import PARTIAL_DTYPES, Contender, invariant_contender, our_contenders, peer_contenders, planned_contender
 from benchmarks.evidence import EVIDENCE_DIR, DecodeEvidence, collect_facts, write_json
 from benchmarks.graph_timing import LEAST_SAMPLES
-from benchmarks.peers import PEERS, PEERS_OF_SEVERAL_TOKENS
+from benchmarks.peers import PEERS, PEERS_OF_FP8_CACHES, PEERS_OF_SEVERAL_TOKENS
 from benchmarks.read_ceiling import measure_read_ceiling
 from benchmarks.shape_timing import ShapeTiming
 from dense_mla.problem import DecodeProblem
 
 T = TypeVar("T")
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 UNIFORM_SHAPES = "1x4096,1x32768,1x131072,8x8192,32x4096,32x16384,128x4096,128x16384"
 UNEVEN_SHAPES = "mixed:64:32768,spike:64:131072:512"
 # Several query tokens: 64 rows of 16 heads, and the price of 8 tokens for 8 heads, beside 1 token of theirs.
 TOKEN_WORK = "16:1x32768q4,16:32x4096q4,8:1x65536,8:1x65536q8"
 MAIN_HEADS = 16
+DEFAULT_PEERS = ("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
 PLANNED_SHAPES = ("1x4096", "32x4096")  # where a capture for a longer limit would show
 
 
@@ -57,7 +61,7 @@ def main() -> int:
         if not alive or time.monotonic() > deadline:
             evidence.not_run.append(f"{heads} heads, {shape.label}")
             continue
-        timing = ShapeTiming(evidence, shape, heads, args.page_size, device)
+        timing = ShapeTiming(evidence, shape, heads, args.page_size, device, KV_DTYPES[args.kv_dtype], args.k_scale)
         alive = timing.measure(contenders_of(args, heads, shape), args.replays)
         write_json(args.json, evidence.to_json())
     write_json(args.json, evidence.to_json())
@@ -75,12 +79,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=_list_of(int), default=str(MAIN_HEADS))
     parser.add_argument("--also", type=_list_of(_parse_work), default=TOKEN_WORK, help="HEADS:SHAPE beside --heads x --shapes")
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--peers", type=_list_of(_one_of(PEERS)), default="FLASHMLA,FLASH_ATTN_MLA,TRITON_MLA")
+    parser.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), default="bf16", help="of the KV cache; fp8 is E4M3 with one scale")
+    parser.add_argument("--k-scale", type=float, default=1.0, help="what an E4M3 cache's values were divided by")
+    parser.add_argument("--peers", type=_list_of(_one_of(PEERS)), help="those of vLLM that read the cache's dtype, where not given")
     parser.add_argument("--partial-dtypes", type=_list_of(_one_of(PARTIAL_DTYPES)), default="bf16,fp32")
     parser.add_argument("--replays", type=int, default=30, help=f"samples of a kernel at a shape: at most this, at least {LEAST_SAMPLES}")
     parser.add_argument("--planned-for", type=int, default=2**20, help="also time a capture for requests of this many keys; 0: do not")
     parser.add_argument("--time-limit-s", type=float, default=540, help="no new shape is started after this many seconds")
-    parser.add_argument("--json", type=Path, default=EVIDENCE_DIR / "decode_h200.json")
+    parser.add_argument("--json", type=Path, help="evidence file; where not given, the one of the mode under docs/evidence")
     parser.add_argument("--commit", help="commit of the source, where git is not there to ask")
     parser.add_argument("--dirty", choices=("yes", "no"), help="whether that source has uncommitted changes")
     args = parser.parse_args(argv)
@@ -88,6 +94,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--replays must be at least {LEAST_SAMPLES}, got {args.replays}")
     if args.planned_for < 0:
         parser.error(f"--planned-for must be 0 or more, got {args.planned_for}")
+    _fill_in_mode(parser, args)
     try:
         for heads in [*args.heads, *(heads for heads, _ in args.also)]:
             DecodeProblem(heads, args.page_size)
@@ -96,6 +103,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def _fill_in_mode(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Peers and evidence file that follow from the cache's dtype."""
+    fp8 = args.kv_dtype == "fp8"
+    args.peers = args.peers if args.peers is not None else list(PEERS_OF_FP8_CACHES if fp8 else DEFAULT_PEERS)
+    args.json = args.json or EVIDENCE_DIR / ("decode_fp8_h200.json" if fp8 else "decode_h200.json")
+    if not (math.isfinite(args.k_scale) and args.k_scale > 0):
+        parser.error(f"--k-scale must be a positive number, got {args.k_scale}")
+    if args.k_scale != 1 and not fp8:
+        parser.error(f"--k-scale is of an E4M3 cache and needs --kv-dtype fp8, got {args.k_scale} with --kv-dtype {args.kv_dtype}")
+    if fp8 and (unable := [name for name in args.peers if name not in PEERS_OF_FP8_CACHES]):
+        parser.error(f"--peers with --kv-dtype fp8 must be of {', '.join(PEERS_OF_FP8_CACHES)}, got {', '.join(unable)}")
 
 
 def ordered_work(heads: Sequence[int], shapes: Sequence[BatchShape], also: Sequence[tuple[int, BatchShape]]) -> list[tuple[int, BatchShape]]:
@@ -120,7 +140,8 @@ def contenders_of(args: argparse.Namespace, heads: int, shape: BatchShape) -> li
         contenders.append(invariant_contender(args.partial_dtypes[0]))
         if args.planned_for > shape.context and shape.label in PLANNED_SHAPES:
             contenders.append(planned_contender(args.partial_dtypes[0], args.planned_for))
-    return contenders + peer_contenders([name for name in args.peers if shape.query_len == 1 or name in PEERS_OF_SEVERAL_TOKENS])
+    peers = [name for name in args.peers if shape.query_len == 1 or name in PEERS_OF_SEVERAL_TOKENS]
+    return contenders + peer_contenders(peers, KV_DTYPES[args.kv_dtype])
 
 
 def report(evidence: DecodeEvidence) -> None:

@@ -10,13 +10,15 @@ import torch
 
 from benchmarks.comparison_table import OURS
 from benchmarks.decode_inputs import DecodeInputs
-from benchmarks.peers import PEERS, Call
+from benchmarks.peers import PEERS, PEERS_QUANTISING_Q, Call
 from dense_mla.problem import DecodeProblem
 
 PARTIAL_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SCHEDULED = f"{OURS}+schedule"
 PLANNED = f"{OURS}+planned"
 INVARIANT = f"{OURS}+invariant"
+MAX_RELATIVE_L2 = 1e-2  # five times what BF16 inputs cost: beyond it the kernel computes something else
+MAX_RELATIVE_L2_OF_E4M3_Q = 5e-2  # q and P in E4M3 cost 3 %
 
 
 @dataclass(frozen=True)
@@ -27,17 +29,23 @@ class Contender:
         kernel: its name in the evidence.
         prepare: makes its call for a shape's inputs; the call must run once before it is captured.
         planned_for: keys of the longest request that the capture allows for; `None` for the shape's own.
+        max_relative_l2: against FP64; beyond it the kernel's time is not recorded.
     """
 
     kernel: str
     partial_dtype: str | None
     prepare: Callable[[DecodeInputs], Call]
     planned_for: int | None = None
+    max_relative_l2: float = MAX_RELATIVE_L2
 
 
-def peer_contenders(names: Sequence[str]) -> list[Contender]:
-    """The peers by their vLLM names."""
-    return [Contender(name, None, PEERS[name]) for name in names]
+def peer_contenders(names: Sequence[str], kv_dtype: torch.dtype = torch.bfloat16) -> list[Contender]:
+    """The peers by their vLLM names. One that quantises q beside an E4M3 cache is recorded with the error that this costs."""
+
+    def bound(name: str) -> float:
+        return MAX_RELATIVE_L2_OF_E4M3_Q if kv_dtype == torch.float8_e4m3fn and name in PEERS_QUANTISING_Q else MAX_RELATIVE_L2
+
+    return [Contender(name, None, PEERS[name], max_relative_l2=bound(name)) for name in names]
 
 
 def our_contenders(partial_dtypes: Sequence[str]) -> list[Contender]:
@@ -71,7 +79,9 @@ def ours(
 
     if planned_for is not None:
         inputs = with_wide_block_table(inputs, planned_for)
-    problem = DecodeProblem(inputs.heads, inputs.page_size, partial_dtype, query_len=inputs.query_len, batch_invariant=batch_invariant)
+    problem = DecodeProblem(
+        inputs.heads, inputs.page_size, partial_dtype, inputs.caches.dtype, query_len=inputs.query_len, batch_invariant=batch_invariant
+    )
     decoder = DenseMLADecoder.prepare(problem, inputs.q.device, max_requests=inputs.shape.batch)
     schedule = decoder.empty_schedule()
     num_bytes = decoder.workspace_size(inputs.shape.batch).total_bytes
@@ -91,6 +101,7 @@ def ours(
             out=out,
             scale=inputs.scale,
             max_seq_len=planned_for or inputs.shape.context,
+            k_scale=inputs.k_scale,
         )
 
     return call

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.batch_shape import BYTES_PER_KEY, BatchShape
+from benchmarks.batch_shape import BatchShape
 from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V
 
 ROTATED_BYTES = 400_000_000  # an H200's L2 holds 60 MB: a cache comes round again after several times that
@@ -18,12 +18,14 @@ MIN_CALLS = 16  # of a graph: the launch of a graph costs a few microseconds, wh
 MIN_CALL_BYTES = 10_000_000_000  # or calls that read this much, 2 ms of an H200: enough to share the cost as well
 SCALE = 192**-0.5  # of the 128 + 64 dimensions before DeepSeek's latent projection
 SEED = 20
+KV_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8_e4m3"}
+E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeInputs:
     """Inputs of one shape. `caches` is `[layers, pages, page_size, 576]`, `q` `[R, heads, 576]`, both unit Gaussian BF16; R = requests x query
-    tokens, those of a request together."""
+    tokens, those of a request together. An E4M3 cache holds the same values divided by `k_scale`, `[1]` FP32 on the device."""
 
     shape: BatchShape
     q: torch.Tensor
@@ -31,22 +33,38 @@ class DecodeInputs:
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     scale: float = SCALE
+    k_scale: torch.Tensor | None = None
 
     @classmethod
-    def random(cls, shape: BatchShape, heads: int, page_size: int, device: torch.device) -> DecodeInputs:
-        """Random inputs on the device. A request's pages are scattered over the cache; the table's tail past them is page 0."""
+    def random(
+        cls,
+        shape: BatchShape,
+        heads: int,
+        page_size: int,
+        device: torch.device,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        k_scale: float = 1.0,
+    ) -> DecodeInputs:
+        """Random inputs on the device. A request's pages are scattered over the cache; the table's tail past them is page 0.
+
+        `k_scale` is that of an E4M3 cache; a BF16 cache has none.
+        """
         pages = shape.pages(page_size)
         torch.manual_seed(SEED)
-        layers = num_caches(sum(pages) * page_size * BYTES_PER_KEY)
-        caches = torch.empty(layers, sum(pages), page_size, HEAD_DIM_QK, dtype=torch.bfloat16, device=device)
+        layers = num_caches(sum(pages) * page_size * HEAD_DIM_QK * kv_dtype.itemsize)
+        caches = torch.empty(layers, sum(pages), page_size, HEAD_DIM_QK, dtype=kv_dtype, device=device)
+        scale = torch.tensor([k_scale], dtype=torch.float32, device=device) if kv_dtype == torch.float8_e4m3fn else None
         for cache in caches:
-            cache.normal_()
+            if scale is None:
+                cache.normal_()
+            else:
+                cache.copy_(quantised(torch.randn(cache.shape, device=device), scale))
         block_table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
         for row, ids in zip(block_table, torch.split(torch.randperm(sum(pages)), list(pages))):
             row[: len(ids)] = ids
         q = torch.randn(shape.batch * shape.query_len, heads, HEAD_DIM_QK, device=device).bfloat16()
         seq_lens = torch.tensor(shape.seq_lens, dtype=torch.int32, device=device)
-        return cls(shape, q, caches, block_table.to(device), seq_lens)
+        return cls(shape, q, caches, block_table.to(device), seq_lens, k_scale=scale)
 
     @property
     def heads(self) -> int:
@@ -66,7 +84,17 @@ class DecodeInputs:
     @property
     def calls(self) -> int:
         """Calls of one graph."""
-        return num_calls(len(self.caches), self.shape.kv_bytes)
+        return num_calls(len(self.caches), self.kv_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV cache that one decode call has to read."""
+        return self.shape.keys * HEAD_DIM_QK * self.caches.element_size()
+
+    @property
+    def kv_dtype_name(self) -> str:
+        """Element type of the cache, as the evidence names it."""
+        return KV_DTYPE_NAMES[self.caches.dtype]
 
     def empty_outputs(self) -> torch.Tensor:
         """An output for every layer, `[layers, R, heads, 512]`, poisoned with NaN."""
@@ -74,19 +102,32 @@ class DecodeInputs:
         return torch.full(shape, float("nan"), dtype=self.q.dtype, device=self.q.device)
 
     def reference(self, layer: int) -> torch.Tensor:
-        """softmax(q K^T scale) V of one layer in FP64, `[R, heads, 512]`. A request at a time: one of 131,072 keys is 0.6 GB.
+        """softmax(q K^T scale) V of one layer in FP64, `[R, heads, 512]`, an E4M3 cache times its scale. A request at a time: one of
+        131,072 keys is 0.6 GB.
 
         Query token t of a request sees its first `length - query_len + 1 + t` keys.
         """
         out = torch.empty(len(self.q), self.heads, HEAD_DIM_V, dtype=torch.float64, device=self.q.device)
         for request, length in enumerate(self.shape.seq_lens):
             pages = self.block_table[request, : -(-length // self.page_size)].long()
-            keys = self.caches[layer][pages].flatten(0, 1)[:length].double()
+            keys = self._exact(layer, pages).flatten(0, 1)[:length]
             for token in range(self.query_len):
                 row, visible = request * self.query_len + token, keys[: length - self.query_len + 1 + token]
                 weights = (self.q[row].double() @ visible.T * self.scale).softmax(dim=-1)
                 out[row] = weights @ visible[:, :HEAD_DIM_V]
         return out
+
+    def _exact(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """The values that these pages stand for, FP64."""
+        if self.k_scale is None:
+            return self.caches[layer][pages].double()
+        # Gathered as bytes: not every torch indexes E4M3 on every device.
+        return self.caches[layer].view(torch.uint8)[pages].view(self.caches.dtype).double() * self.k_scale.double()
+
+
+def quantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Values divided by their scale as E4M3, saturated: a plain cast makes NaN of what E4M3 does not reach."""
+    return (values.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def num_caches(cache_bytes: int, rotated_bytes: int = ROTATED_BYTES, cap_bytes: int = MEMORY_CAP_BYTES) -> int:

@@ -25,10 +25,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the kernels and benchmarks of this checkout, installed or not
 
 from benchmarks.batch_shape import BatchShape
+from benchmarks.contenders import MAX_RELATIVE_L2
 from benchmarks.decode_inputs import DecodeInputs, worst_relative_l2
 from benchmarks.evidence import EVIDENCE_DIR, collect_facts, error_text, write_json
 from benchmarks.served_run import OURS
-from benchmarks.shape_timing import MAX_RELATIVE_L2, WrongAnswerError
+from benchmarks.shape_timing import WrongAnswerError
 
 GROUP_STEPS = 50
 WARM_UP_STEPS = 20

@@ -2,7 +2,8 @@
 
 What a backend computes once a step (scheduler metadata, split counts) is computed once here, before anything is timed, and so is
 scratch that a backend takes from a preallocated workspace. What it launches for every layer, its merge included, is the call. All get
-q as one `[requests, heads, 576]` tensor, as Kimi-K3's layer passes it, so that no peer pays for a concatenation, and write into `out`.
+q as one `[requests, heads, 576]` tensor, as Kimi-K3's layer passes it, so that no peer pays for a concatenation, and write into `out`;
+one whose kernel allocates its output returns that.
 
 A server freezes `max_seq_len` at the model's limit when it captures a graph; here it is the batch's longest request, which is the best
 case for the peers that choose their splits from it.
@@ -14,11 +15,11 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.decode_inputs import DecodeInputs
+from benchmarks.decode_inputs import DecodeInputs, quantised
 from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V
 
-# Decode one layer: (kv_cache [pages, page_size, 576], out [requests, heads, 512]).
-Call = Callable[[torch.Tensor, torch.Tensor], None]
+# Decode one layer: (kv_cache [pages, page_size, 576], out [R, heads, 512]). Writes `out`, or leaves it alone and returns an output of its own.
+Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 FLASHMLA_PAGE_SIZE = 64
 FLASHINFER_WORKSPACE_BYTES = 128 * 2**20
@@ -33,6 +34,8 @@ def flashmla(inputs: DecodeInputs) -> Call:
     supported, reason = is_flashmla_dense_supported()
     if not supported:
         raise RuntimeError(reason)
+    if inputs.k_scale is not None:
+        return _flashmla_fp8(inputs, inputs.k_scale)
     metadata, _ = get_mla_metadata(inputs.seq_lens, inputs.heads * inputs.query_len, 1, is_fp8_kvcache=False)
     tokens = (inputs.shape.batch, inputs.query_len)
 
@@ -49,6 +52,36 @@ def flashmla(inputs: DecodeInputs) -> Call:
             is_fp8_kvcache=False,
             out=out.unflatten(0, tokens),
         )
+
+    return call
+
+
+def _flashmla_fp8(inputs: DecodeInputs, k_scale: torch.Tensor) -> Call:
+    """FLASHMLA with an E4M3 cache: q in E4M3 too, with the scale of 1 that a layer without a calibrated one has.
+
+    vLLM's layer quantises q while it concatenates, before the backend: no part of the call. The kernel takes no output.
+    """
+    from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache_fp8, get_mla_metadata_dense_fp8
+
+    metadata, num_splits = get_mla_metadata_dense_fp8(inputs.seq_lens, inputs.heads * inputs.query_len, 1)
+    q_scale = torch.ones(1, dtype=torch.float32, device=inputs.q.device)
+    q = quantised(inputs.q, q_scale).unflatten(0, (inputs.shape.batch, inputs.query_len))
+
+    def call(kv_cache: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        result, _ = flash_mla_with_kvcache_fp8(
+            q=q,
+            k_cache=kv_cache.unsqueeze(-2),
+            block_table=inputs.block_table,
+            cache_seqlens=inputs.seq_lens,
+            head_dim_v=HEAD_DIM_V,
+            tile_scheduler_metadata=metadata,
+            num_splits=num_splits,
+            softmax_scale=inputs.scale,
+            causal=True,
+            descale_q=q_scale,
+            descale_k=k_scale,
+        )
+        return result.flatten(0, 1)
 
     return call
 
@@ -113,7 +146,7 @@ def triton_mla(inputs: DecodeInputs) -> Call:
     batch, heads, device = inputs.shape.batch, inputs.heads, inputs.q.device
     logits = torch.empty(batch, heads, splits, HEAD_DIM_V + 1, dtype=torch.float32, device=device)
     lse = torch.zeros(batch, heads, dtype=inputs.q.dtype, device=device)
-    one = torch.ones((), dtype=torch.float32, device=device)
+    scale = torch.ones((), dtype=torch.float32, device=device) if inputs.k_scale is None else inputs.k_scale
 
     def call(kv_cache: torch.Tensor, out: torch.Tensor) -> None:
         keys = kv_cache.unsqueeze(2)
@@ -129,8 +162,8 @@ def triton_mla(inputs: DecodeInputs) -> Call:
             splits,
             inputs.scale,
             inputs.page_size,
-            k_scale=one,
-            v_scale=one,
+            k_scale=scale,
+            v_scale=scale,
             is_mla=True,
         )
 
@@ -193,3 +226,5 @@ PEERS: dict[str, Callable[[DecodeInputs], Call]] = {
     "FLASHINFER": flashinfer,
 }
 PEERS_OF_SEVERAL_TOKENS = ("FLASHMLA", "FLASH_ATTN_MLA")
+PEERS_OF_FP8_CACHES = ("FLASHMLA", "TRITON_MLA")
+PEERS_QUANTISING_Q = ("FLASHMLA",)  # beside an E4M3 cache

@@ -8,12 +8,12 @@ from benchmarks.batch_shape import BatchShape
 def test_uniform() -> None:
     shape = BatchShape.parse("8x4096")
     assert shape.seq_lens == (4096,) * 8
-    assert (shape.batch, shape.context, shape.keys, shape.kv_bytes) == (8, 4096, 32768, 32768 * 1152)
+    assert (shape.batch, shape.context, shape.keys) == (8, 4096, 32768)
 
 
 def test_several_query_tokens() -> None:
     shape = BatchShape.parse("8x4096q4")
-    assert (shape.seq_lens, shape.query_len, shape.kv_bytes) == ((4096,) * 8, 4, 32768 * 1152)
+    assert (shape.seq_lens, shape.query_len, shape.keys) == ((4096,) * 8, 4, 32768)
     assert BatchShape.parse("8x4096").query_len == 1
 
 

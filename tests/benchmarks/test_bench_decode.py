@@ -60,9 +60,9 @@ def torch_decode(change: Callable[[torch.Tensor], Any] = lambda out: None) -> Co
     return Contender("dense_mla", "bf16", prepare)
 
 
-def measured(*contenders: Contender) -> tuple[DecodeEvidence, bool]:
+def measured(*contenders: Contender, kv_dtype: torch.dtype = torch.bfloat16) -> tuple[DecodeEvidence, bool]:
     evidence = DecodeEvidence(RunFacts("", "", False, "", None, "", None, None, ""), 4000.0)
-    alive = ShapeTiming(evidence, BatchShape("ragged", (70, 1)), 4, 64, CPU).measure(contenders, 20)
+    alive = ShapeTiming(evidence, BatchShape("ragged", (70, 1)), 4, 64, CPU, kv_dtype, 0.5).measure(contenders, 20)
     return evidence, alive
 
 
@@ -124,6 +124,43 @@ def test_an_answer_that_breaks_during_the_timing_has_no_time() -> None:
 
 def test_a_kernel_that_writes_nothing_has_no_time() -> None:
     assert "nan" in error_of(Contender("PEER", None, lambda inputs: lambda kv_cache, out: None))
+
+
+def test_an_e4m3_cache_is_576_bytes_a_key() -> None:
+    evidence, _ = measured(torch_decode(), kv_dtype=torch.float8_e4m3fn)
+    (row,) = evidence.rows
+    assert row.kv_dtype == "fp8_e4m3" and 0 < row.relative_l2 < 4e-3
+    assert row.GBps == pytest.approx(71 * 576 / 10 / 1e3, abs=0.1)
+    assert row.floor_us == pytest.approx(71 * 576 / 4000 / 1e3, abs=1e-3)
+
+
+def own_output(factor: float, allowed: float, calls: list[torch.Tensor]) -> Contender:
+    """A kernel that takes no output and returns a new one in every call."""
+
+    def prepare(inputs: DecodeInputs) -> Call:
+        kept: dict[int, torch.Tensor] = {}
+
+        def call(kv_cache: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            layer = next(i for i, cache in enumerate(inputs.caches) if cache.data_ptr() == kv_cache.data_ptr())
+            kept.setdefault(layer, torch.empty_like(out)).copy_(inputs.reference(layer) * factor)  # an address that a graph would write again
+            calls.append(out)
+            return kept[layer]
+
+        return call
+
+    return Contender("PEER", None, prepare, max_relative_l2=allowed)
+
+
+def test_an_output_of_the_kernels_own_is_what_is_checked() -> None:
+    calls: list[torch.Tensor] = []
+    row = row_of(own_output(1.03, 0.05, calls))
+    assert row.relative_l2 == pytest.approx(0.03, abs=2e-3)
+    assert calls[0].isnan().all()  # what was offered stays poisoned
+
+
+def test_an_error_beyond_the_contenders_own_bound_has_no_time() -> None:
+    assert "allowed is 0.01" in error_of(own_output(1.03, 0.01, []))
+    assert "allowed is 0.05" in error_of(own_output(1.06, 0.05, []))
 
 
 def test_a_failing_peer_is_recorded_and_the_others_go_on() -> None:
@@ -219,6 +256,15 @@ def test_several_query_tokens_are_timed_beside_the_peers_that_take_them() -> Non
     assert names == ["dense_mla", "dense_mla", "dense_mla+schedule", "FLASHMLA", "FLASH_ATTN_MLA"]
 
 
+def test_an_e4m3_run_has_its_own_peers_bounds_and_evidence_file() -> None:
+    args = parse_arguments(["--kv-dtype", "fp8", "--k-scale", "0.06"])
+    assert (args.peers, args.k_scale, args.json.name) == (["FLASHMLA", "TRITON_MLA"], 0.06, "decode_fp8_h200.json")
+    bounds = {contender.kernel: contender.max_relative_l2 for contender in contenders_of(args, 16, BatchShape.parse("8x8192"))}
+    assert bounds["FLASHMLA"] == 0.05 and {bound for name, bound in bounds.items() if name != "FLASHMLA"} == {0.01}
+    assert parse_arguments([]).json.name == "decode_h200.json"
+    assert parse_arguments(["--kv-dtype", "fp8", "--json", "a.json"]).json == Path("a.json")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -230,6 +276,11 @@ def test_several_query_tokens_are_timed_beside_the_peers_that_take_them() -> Non
         (["--replays", "5"], "--replays must be at least 20, got 5"),
         (["--also", "1x65536"], "work must be HEADS:SHAPE, got '1x65536'"),
         (["--shapes", "1x4096q32"], "query_len must be from 1 to 16, got 32"),
+        (["--kv-dtype", "fp16"], "invalid choice: 'fp16'"),
+        (["--kv-dtype", "fp8", "--k-scale", "0"], "--k-scale must be a positive number, got 0.0"),
+        (["--kv-dtype", "fp8", "--k-scale", "nan"], "--k-scale must be a positive number, got nan"),
+        (["--k-scale", "0.5"], "--k-scale is of an E4M3 cache and needs --kv-dtype fp8, got 0.5 with --kv-dtype bf16"),
+        (["--kv-dtype", "fp8", "--peers", "FLASH_ATTN_MLA"], "--peers with --kv-dtype fp8 must be of FLASHMLA, TRITON_MLA, got FLASH_ATTN_MLA"),
         (["--planned-for", "-1"], "--planned-for must be 0 or more, got -1"),
     ],
 )

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import decode_inputs
 from benchmarks.batch_shape import BatchShape
-from benchmarks.decode_inputs import DecodeInputs, num_caches, num_calls, worst_relative_l2
+from benchmarks.decode_inputs import DecodeInputs, num_caches, num_calls, quantised, worst_relative_l2
 
 
 @pytest.fixture
@@ -68,3 +68,36 @@ def test_each_query_token_sees_the_keys_before_it(monkeypatch: pytest.MonkeyPatc
     for row, visible in enumerate((68, 69, 70, 68, 69, 70)):
         alone = DecodeInputs(BatchShape("alone", (visible,)), inputs.q[row : row + 1], inputs.caches, inputs.block_table[row // 3 :], inputs.seq_lens)
         torch.testing.assert_close(out[row], alone.reference(0)[0])
+
+
+def test_bf16_cache_has_no_scale(inputs: DecodeInputs) -> None:
+    assert (inputs.k_scale, inputs.kv_dtype_name, inputs.kv_bytes) == (None, "bf16", 195 * 1152)
+
+
+@pytest.mark.parametrize("k_scale", [0.06, 1.0, 2.5])
+def test_e4m3_cache_times_its_scale_is_what_was_asked_for(k_scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_inputs, "num_caches", lambda cache_bytes: 2)
+    inputs = DecodeInputs.random(BatchShape("ragged", (130, 1, 64)), 3, 64, torch.device("cpu"), torch.float8_e4m3fn, k_scale)
+    assert inputs.k_scale is not None and inputs.k_scale.shape == (1,) and inputs.k_scale.dtype == torch.float32
+    assert inputs.q.dtype == inputs.empty_outputs().dtype == torch.bfloat16
+    assert (inputs.kv_dtype_name, inputs.kv_bytes) == ("fp8_e4m3", 195 * 576)
+    exact = inputs.caches.double() * inputs.k_scale.double()
+    assert exact.std().item() == pytest.approx(1.0, abs=0.02)
+    whole = DecodeInputs(inputs.shape, inputs.q, exact, inputs.block_table, inputs.seq_lens)
+    torch.testing.assert_close(inputs.reference(1), whole.reference(1))
+    assert not torch.equal(inputs.caches[0].view(torch.uint8), inputs.caches[1].view(torch.uint8))
+
+
+def test_rotated_caches_are_counted_in_their_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(decode_inputs, "num_caches", lambda cache_bytes: asked.append(cache_bytes) or 2)
+    for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        DecodeInputs.random(BatchShape("one", (64,)), 1, 64, torch.device("cpu"), kv_dtype)
+    assert asked == [64 * 1152, 64 * 576]
+
+
+def test_quantisation_rounds_to_e4m3_and_saturates() -> None:
+    values, scale = torch.randn(4096), torch.tensor([0.25])
+    back = quantised(values, scale).float() * scale
+    assert ((back - values).abs() <= values.abs() / 16 + 0.25 * 2**-10).all()  # 3 bits of mantissa; half the smallest subnormal
+    assert quantised(torch.tensor([1e6, -1e6, 448.0]), torch.ones(1)).tolist() == [448.0, -448.0, 448.0]

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import decode_inputs
 from benchmarks.batch_shape import BatchShape
-from benchmarks.contenders import invariant_contender, our_contenders, planned_contender
+from benchmarks.contenders import invariant_contender, our_contenders, peer_contenders, planned_contender
 from benchmarks.decode_inputs import DecodeInputs
 from benchmarks.peers import PEERS
 
@@ -83,6 +83,37 @@ def test_flashmla(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None
     assert (call["tile_scheduler_metadata"], call["head_dim_v"], call["softmax_scale"]) == (metadata, 512, 192**-0.5)
 
 
+@pytest.fixture
+def fp8_inputs(monkeypatch: pytest.MonkeyPatch) -> DecodeInputs:
+    monkeypatch.setattr(decode_inputs, "num_caches", lambda cache_bytes: 2)
+    return DecodeInputs.random(BatchShape("2 requests", (CONTEXT, 100), 2), HEADS, PAGE_SIZE, torch.device("cpu"), torch.float8_e4m3fn, 0.5)
+
+
+def test_flashmla_with_an_e4m3_cache(fp8_inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, planned, calls = installed("vllm", "v1/attention/ops/flashmla.py"), [], []
+    metadata, num_splits, result = torch.zeros(132, 8), torch.zeros(3), torch.ones(BATCH, 2, HEADS, 512)
+    stub_module(
+        monkeypatch,
+        "vllm.v1.attention.ops.flashmla",
+        flash_mla_with_kvcache=None,
+        get_mla_metadata=None,
+        flash_mla_with_kvcache_fp8=stand_in(source, "flash_mla_with_kvcache_fp8", (result, None), calls),
+        get_mla_metadata_dense_fp8=stand_in(source, "get_mla_metadata_dense_fp8", (metadata, num_splits), planned),
+        is_flashmla_dense_supported=lambda: (True, None),
+    )
+    out = PEERS["FLASHMLA"](fp8_inputs)(fp8_inputs.caches[1], fp8_inputs.empty_outputs()[1])
+    (call,) = calls
+    assert (planned[0]["num_q_tokens_per_head_k"], planned[0]["num_heads_k"]) == (2 * HEADS, 1)
+    assert out is not None and out.shape == (BATCH * 2, HEADS, 512) and out.data_ptr() == result.data_ptr()
+    assert call["q"].shape == (BATCH, 2, HEADS, 576) and call["q"].dtype == call["k_cache"].dtype == torch.float8_e4m3fn
+    dequantised = call["q"].flatten(0, 1).float() * call["descale_q"]
+    assert ((dequantised - fp8_inputs.q.float()).norm() / fp8_inputs.q.float().norm()).item() < 0.04
+    assert call["k_cache"].shape == (66, PAGE_SIZE, 1, 576) and call["k_cache"].data_ptr() == fp8_inputs.caches[1].data_ptr()
+    assert call["descale_q"].tolist() == [1.0] and call["descale_k"].tolist() == [0.5]
+    assert call["tile_scheduler_metadata"] is metadata and call["num_splits"] is num_splits
+    assert (call["causal"], call["head_dim_v"], call["softmax_scale"]) == (True, 512, 192**-0.5)
+
+
 @pytest.mark.parametrize("peer", ["TRITON_MLA", "FLASHINFER"])
 def test_peers_of_one_query_token_say_so(peer: str, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
     stub_module(monkeypatch, "flashinfer.mla", BatchMLAPagedAttentionWrapper=object)
@@ -142,7 +173,13 @@ def test_triton_mla(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(triton_decode_attention, "decode_attention_fwd", function)
     monkeypatch.setattr(type(current_platform), "num_compute_units", classmethod(lambda cls, device_id=0: 132))
     out = run_once("TRITON_MLA", inputs)
-    (call,) = calls
+    scaled = DecodeInputs(
+        inputs.shape, inputs.q, inputs.caches.to(torch.float8_e4m3fn), inputs.block_table, inputs.seq_lens, k_scale=torch.tensor([0.5])
+    )
+    run_once("TRITON_MLA", scaled)
+    call, fp8_call = calls
+    assert fp8_call["k_scale"].tolist() == fp8_call["v_scale"].tolist() == [0.5]
+    assert fp8_call["q"].dtype == torch.bfloat16 and fp8_call["k_buffer"].dtype == fp8_call["v_buffer"].dtype == torch.float8_e4m3fn
     assert call["num_kv_splits"] == 8  # 4096 keys, 512 a split
     assert call["attn_logits"].shape == (BATCH, HEADS, 8, 513)
     assert call["k_buffer"].shape == (66, PAGE_SIZE, 1, 576) and call["v_buffer"].shape == (66, PAGE_SIZE, 1, 512)
@@ -177,25 +214,45 @@ def test_an_uninstalled_peer_says_so(inputs: DecodeInputs, monkeypatch: pytest.M
         PEERS["FLASHINFER"](inputs)
 
 
+@pytest.fixture
+def decoder_calls(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What a stand-in for DenseMLADecoder was asked for."""
+    decoder_module = pytest.importorskip("dense_mla.decoder")
+    source, name = Path(decoder_module.__file__), "DenseMLADecoder"
+    asked = SimpleNamespace(prepared=[], planned=[], calls=[])
+    methods = {
+        "empty_schedule": lambda self: torch.zeros(8, dtype=torch.int32),
+        "workspace_size": lambda self, num_requests: SimpleNamespace(total_bytes=1000 * num_requests),
+        "schedule": stand_in(source, "schedule", None, asked.planned, name),
+        "run": stand_in(source, "run", None, asked.calls, name),
+    }
+    fake = type(name, (), methods)
+    fake.prepare = classmethod(stand_in(source, "prepare", fake(), asked.prepared, name))  # type: ignore[attr-defined]
+    monkeypatch.setattr(decoder_module, name, fake)
+    return asked
+
+
+def test_dense_mla_with_an_e4m3_cache(fp8_inputs: DecodeInputs, decoder_calls: SimpleNamespace) -> None:
+    call = our_contenders(["bf16"])[0].prepare(fp8_inputs)
+    call(fp8_inputs.caches[0], fp8_inputs.empty_outputs()[0])
+    problem = decoder_calls.prepared[0]["problem"]
+    assert (problem.kv_dtype, problem.query_dtype, problem.query_len) == (torch.float8_e4m3fn, torch.bfloat16, 2)
+    assert decoder_calls.calls[0]["k_scale"] is fp8_inputs.k_scale
+    assert decoder_calls.calls[0]["kv_cache"].dtype == torch.float8_e4m3fn
+
+
+def test_only_a_peer_that_quantises_q_may_be_three_percent_off() -> None:
+    assert [c.max_relative_l2 for c in peer_contenders(["FLASHMLA", "TRITON_MLA"], torch.float8_e4m3fn)] == [0.05, 0.01]
+    assert [c.max_relative_l2 for c in peer_contenders(["FLASHMLA", "TRITON_MLA"])] == [0.01, 0.01]
+    assert all(c.max_relative_l2 == 0.01 for c in our_contenders(["bf16", "fp32"]))
+
+
 @pytest.mark.parametrize(
     ("kernel", "schedules", "limit"),
     [("dense_mla", 1, CONTEXT), ("dense_mla+schedule", 3, CONTEXT), ("dense_mla+planned", 1, 2**20), ("dense_mla+invariant", 1, CONTEXT)],
 )
-def test_dense_mla(kernel: str, schedules: int, limit: int, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder_module = pytest.importorskip("dense_mla.decoder")
-    source, name = Path(decoder_module.__file__), "DenseMLADecoder"
-    prepared: list[dict[str, Any]] = []
-    planned: list[dict[str, Any]] = []
-    calls: list[dict[str, Any]] = []
-    methods = {
-        "empty_schedule": lambda self: torch.zeros(8, dtype=torch.int32),
-        "workspace_size": lambda self, num_requests: SimpleNamespace(total_bytes=1000 * num_requests),
-        "schedule": stand_in(source, "schedule", None, planned, name),
-        "run": stand_in(source, "run", None, calls, name),
-    }
-    fake = type(name, (), methods)
-    fake.prepare = classmethod(stand_in(source, "prepare", fake(), prepared, name))  # type: ignore[attr-defined]
-    monkeypatch.setattr(decoder_module, name, fake)
+def test_dense_mla(kernel: str, schedules: int, limit: int, inputs: DecodeInputs, decoder_calls: SimpleNamespace) -> None:
+    prepared, planned, calls = decoder_calls.prepared, decoder_calls.planned, decoder_calls.calls
     contender = next(c for c in [*our_contenders(["fp32"]), planned_contender("fp32", 2**20), invariant_contender("fp32")] if c.kernel == kernel)
     call, outs = contender.prepare(inputs), inputs.empty_outputs()
     for layer in (0, 1):
@@ -204,6 +261,7 @@ def test_dense_mla(kernel: str, schedules: int, limit: int, inputs: DecodeInputs
     assert len(planned) == schedules and len(calls) == 2
     assert calls[1]["kv_cache"].data_ptr() == inputs.caches[1].data_ptr() and calls[1]["out"].data_ptr() == outs[1].data_ptr()
     assert calls[1]["schedule"].data_ptr() == planned[0]["schedule"].data_ptr()
+    assert prepared[0]["problem"].kv_dtype == torch.bfloat16 and calls[1]["k_scale"] is None
     assert prepared[0]["problem"].batch_invariant == (kernel == "dense_mla+invariant")
     assert calls[1]["max_seq_len"] == limit and calls[1]["block_table"].shape == (BATCH, limit // PAGE_SIZE)
     assert torch.equal(calls[1]["block_table"][:, : CONTEXT // PAGE_SIZE], inputs.block_table)
