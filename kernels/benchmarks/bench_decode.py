@@ -2,6 +2,7 @@
 
     python kernels/benchmarks/bench_decode.py --heads 8,11,12,16,24,32,64,128 --json docs/evidence/decode_h200.json
     python kernels/benchmarks/bench_decode.py --kv-dtype fp8 --heads 8,16,64,128
+    python kernels/benchmarks/bench_decode.py --kernel sm80 --heads 8,16 --also ''
 
 Every kernel at every shape: its output is compared with FP64 softmax attention in the very buffers that are timed, before and after, and its
 calls over rotating KV caches (so that the L2 is cold) are captured in one CUDA graph. Then the graphs of all kernels are replayed in turn, and
@@ -12,6 +13,7 @@ come first, and what was left out is named. Exit status: 0 if DENSE_MLA ran and 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import math
 import sys
@@ -26,7 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the kernels and 
 
 from benchmarks.batch_shape import BatchShape
 from benchmarks.comparison_table import OURS, comparison_table
-from benchmarks.contenders import PARTIAL_DTYPES, Contender, invariant_contender, our_contenders, peer_contenders, planned_contender
+from benchmarks.contenders import (
+    PARTIAL_DTYPES,
+    Contender,
+    invariant_contender,
+    our_contenders,
+    peer_contenders,
+    planned_contender,
+    portable_contenders,
+)
 from benchmarks.evidence import EVIDENCE_DIR, DecodeEvidence, collect_facts, write_json
 from benchmarks.graph_timing import LEAST_SAMPLES
 from benchmarks.peers import PEERS, PEERS_OF_FP8_CACHES, PEERS_OF_SEVERAL_TOKENS
@@ -41,7 +51,12 @@ UNEVEN_SHAPES = "mixed:64:32768,spike:64:131072:512"
 # Several query tokens: 64 rows of 16 heads, and the price of 8 tokens for 8 heads, beside 1 token of theirs.
 TOKEN_WORK = "16:1x32768q4,16:32x4096q4,8:1x65536,8:1x65536q8"
 MAIN_HEADS = 16
-DEFAULT_PEERS = ("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
+# By (cache dtype, kernel): the peers that are timed unless others are asked for, and the evidence file.
+MODES: dict[tuple[str, str | None], tuple[tuple[str, ...], str]] = {
+    ("bf16", None): (("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA"), "decode_h200.json"),
+    ("fp8", None): (("FLASHMLA", "TRITON_MLA"), "decode_fp8_h200.json"),
+    ("bf16", "sm80"): (("TRITON_MLA", "B12X"), "decode_sm80_on_h200.json"),
+}
 PLANNED_SHAPES = ("1x4096", "32x4096")  # where a capture for a longer limit would show
 
 
@@ -80,8 +95,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--also", type=_list_of(_parse_work), default=TOKEN_WORK, help="HEADS:SHAPE beside --heads x --shapes")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), default="bf16", help="of the KV cache; fp8 is E4M3 with one scale")
+    parser.add_argument("--kernel", choices=("sm80",), help="force the portable kernel; by default the GPU's own")
     parser.add_argument("--k-scale", type=float, default=1.0, help="what an E4M3 cache's values were divided by")
-    parser.add_argument("--peers", type=_list_of(_one_of(PEERS)), help="those of vLLM that read the cache's dtype, where not given")
+    parser.add_argument("--peers", type=_list_of(_one_of(PEERS)), help="where not given, vLLM's that read the cache's dtype; b12x beside sm80")
     parser.add_argument("--partial-dtypes", type=_list_of(_one_of(PARTIAL_DTYPES)), default="bf16,fp32")
     parser.add_argument("--replays", type=int, default=30, help=f"samples of a kernel at a shape: at most this, at least {LEAST_SAMPLES}")
     parser.add_argument("--planned-for", type=int, default=2**20, help="also time a capture for requests of this many keys; 0: do not")
@@ -106,10 +122,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _fill_in_mode(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Peers and evidence file that follow from the cache's dtype."""
+    """Peers and evidence file that follow from the cache's dtype and the kernel."""
     fp8 = args.kv_dtype == "fp8"
-    args.peers = args.peers if args.peers is not None else list(PEERS_OF_FP8_CACHES if fp8 else DEFAULT_PEERS)
-    args.json = args.json or EVIDENCE_DIR / ("decode_fp8_h200.json" if fp8 else "decode_h200.json")
+    if fp8 and args.kernel:
+        parser.error(f"--kernel {args.kernel} reads a bf16 cache, got --kv-dtype {args.kv_dtype}")
+    peers, evidence = MODES[args.kv_dtype, args.kernel]
+    if args.peers is None:  # b12x is no part of vLLM: where it is not installed, nothing is missing
+        args.peers = [name for name in peers if name != "B12X" or importlib.util.find_spec("b12x")]
+    args.json = args.json or EVIDENCE_DIR / evidence
     if not (math.isfinite(args.k_scale) and args.k_scale > 0):
         parser.error(f"--k-scale must be a positive number, got {args.k_scale}")
     if args.k_scale != 1 and not fp8:
@@ -135,8 +155,8 @@ def ordered_work(heads: Sequence[int], shapes: Sequence[BatchShape], also: Seque
 
 def contenders_of(args: argparse.Namespace, heads: int, shape: BatchShape) -> list[Contender]:
     """What is timed at one shape, ours first; at 16 heads with what batch invariance and a capture for longer requests cost."""
-    contenders = our_contenders(args.partial_dtypes)
-    if heads == MAIN_HEADS and shape.query_len == 1:
+    contenders = portable_contenders(args.partial_dtypes) if args.kernel else our_contenders(args.partial_dtypes)
+    if heads == MAIN_HEADS and shape.query_len == 1 and not args.kernel:
         contenders.append(invariant_contender(args.partial_dtypes[0]))
         if args.planned_for > shape.context and shape.label in PLANNED_SHAPES:
             contenders.append(planned_contender(args.partial_dtypes[0], args.planned_for))

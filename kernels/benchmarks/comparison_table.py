@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from benchmarks.evidence import DecodeRow
 
 OURS = "dense_mla"
+PORTABLE = f"{OURS}+sm80"
 
 
 def column_of(row: DecodeRow) -> str:
@@ -15,7 +16,8 @@ def column_of(row: DecodeRow) -> str:
 
 
 def comparison_table(rows: Sequence[DecodeRow]) -> str:
-    """Median microseconds, with the best peer / ours and ours / floor. Ours is the first `dense_mla` row of a shape; `-` where a time is missing."""
+    """Median microseconds, with the best peer / ours and ours / floor. Ours is the first row of a shape that
+    is `dense_mla` or its portable kernel; `-` where a time is missing."""
     columns = list(dict.fromkeys(column_of(row) for row in rows))
     lines = [("heads", "shape", "floor", *columns, "best peer / ours", "ours / floor")]
     for heads, shape in dict.fromkeys((row.heads, row.shape) for row in rows):
@@ -27,7 +29,7 @@ def comparison_table(rows: Sequence[DecodeRow]) -> str:
 
 
 def _ratios(group: Sequence[DecodeRow]) -> tuple[str, str]:
-    ours = next((row for row in group if row.kernel == OURS), None)
+    ours = next((row for row in group if row.kernel in (OURS, PORTABLE)), None)
     peers = [row.us for row in group if not row.kernel.startswith(OURS)]
     if ours is None:
         return "-", "-"

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.comparison_table import OURS
+from benchmarks.comparison_table import OURS, PORTABLE
 from benchmarks.decode_inputs import DecodeInputs
 from benchmarks.peers import PEERS, PEERS_QUANTISING_Q, Call
 from dense_mla.problem import DecodeProblem
@@ -66,6 +66,11 @@ def invariant_contender(partial_dtype: str) -> Contender:
     return Contender(INVARIANT, partial_dtype, partial(ours, partial_dtype=PARTIAL_DTYPES[partial_dtype], batch_invariant=True))
 
 
+def portable_contenders(partial_dtypes: Sequence[str]) -> list[Contender]:
+    """DENSE_MLA's portable kernel, forced on whatever GPU this is, in every partial dtype."""
+    return [Contender(PORTABLE, name, partial(ours, partial_dtype=PARTIAL_DTYPES[name], kernel="sm80")) for name in partial_dtypes]
+
+
 def ours(
     inputs: DecodeInputs,
     *,
@@ -73,6 +78,7 @@ def ours(
     schedule_each_call: bool = False,
     planned_for: int | None = None,
     batch_invariant: bool = False,
+    kernel: str | None = None,
 ) -> Call:
     """DENSE_MLA's forward and merge, with the schedule launched once, or before every call."""
     from dense_mla.decoder import DenseMLADecoder
@@ -82,7 +88,7 @@ def ours(
     problem = DecodeProblem(
         inputs.heads, inputs.page_size, partial_dtype, inputs.caches.dtype, query_len=inputs.query_len, batch_invariant=batch_invariant
     )
-    decoder = DenseMLADecoder.prepare(problem, inputs.q.device, max_requests=inputs.shape.batch)
+    decoder = DenseMLADecoder.prepare(problem, inputs.q.device, max_requests=inputs.shape.batch, kernel=kernel)
     schedule = decoder.empty_schedule()
     num_bytes = decoder.workspace_size(inputs.shape.batch).total_bytes
     workspace = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=inputs.q.device)  # NaN in both partial dtypes

@@ -48,7 +48,8 @@ class DecodeRow:
 
     Attributes:
         kernel: `dense_mla`, `dense_mla+schedule` (the schedule kernel launched before every call), `dense_mla+planned` (captured for longer
-            requests, see `planned_for`), `dense_mla+invariant` (batch-invariant cuts) or the peer's vLLM name.
+            requests, see `planned_for`), `dense_mla+invariant` (batch-invariant cuts), `dense_mla+sm80` (the portable kernel), the peer's vLLM name
+            or `B12X`.
         context: keys of the longest request; `keys` is the sum over the batch.
         planned_for: keys of the longest request that the capture allowed for.
         us_samples: microseconds a call, one sample a graph replay; `us` is their median.

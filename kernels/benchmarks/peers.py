@@ -1,4 +1,5 @@
-"""The peers: vLLM's own MLA decode kernels, called with the arguments that their backends pass in a step of full CUDA graphs.
+"""The peers: vLLM's own MLA decode kernels, called with the arguments that their backends pass in a step of full CUDA graphs, and two more
+where they are installed.
 
 What a backend computes once a step (scheduler metadata, split counts) is computed once here, before anything is timed, and so is
 scratch that a backend takes from a preallocated workspace. What it launches for every layer, its merge included, is the call. All get
@@ -12,6 +13,7 @@ case for the peers that choose their splits from it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -68,7 +70,7 @@ def _flashmla_fp8(inputs: DecodeInputs, k_scale: torch.Tensor) -> Call:
     q = quantised(inputs.q, q_scale).unflatten(0, (inputs.shape.batch, inputs.query_len))
 
     def call(kv_cache: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        result, _ = flash_mla_with_kvcache_fp8(
+        result: torch.Tensor = flash_mla_with_kvcache_fp8(
             q=q,
             k_cache=kv_cache.unsqueeze(-2),
             block_table=inputs.block_table,
@@ -80,7 +82,7 @@ def _flashmla_fp8(inputs: DecodeInputs, k_scale: torch.Tensor) -> Call:
             causal=True,
             descale_q=q_scale,
             descale_k=k_scale,
-        )
+        )[0]
         return result.flatten(0, 1)
 
     return call
@@ -214,6 +216,60 @@ def flashinfer(inputs: DecodeInputs) -> Call:
     return call
 
 
+def b12x(inputs: DecodeInputs) -> Call:
+    """b12x's dense MLA, made for SM120, planned for exactly this batch with the split count that it has by default.
+
+    Planned, bound, compiled and run through the modules below its public functions, which need no SM120; its search for another split count is
+    left out. An E4M3 cache is read with q in E4M3, quantised before the call as for FLASHMLA.
+    """
+    try:
+        from b12x.attention.dense_mla._kernel import compile_dense_mla, run_dense_mla  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        from b12x.attention.dense_mla._scratch import Caps, plan_dense_mla_scratch  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError as error:
+        raise RuntimeError(f"b12x is not installed: {error}") from error
+    _require_one_query_token("B12X", inputs)
+    batch, device = inputs.shape.batch, inputs.q.device
+    capacity = Caps(
+        device=device,
+        mode="decode",
+        kv_dtype=inputs.caches.dtype,
+        num_q_heads=inputs.heads,
+        page_size=inputs.page_size,
+        max_total_q=batch,
+        max_batch=batch,
+        max_cache_tokens=inputs.shape.context,
+        max_page_table_width=inputs.block_table.shape[1],
+        num_cache_pages=inputs.caches.shape[1],
+        use_cuda_graph=True,
+    )
+    plan = plan_dense_mla_scratch(capacity)
+    scratch = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in plan.shapes_and_dtypes()]
+    q_scale = None if inputs.k_scale is None else torch.ones(1, dtype=torch.float32, device=device)
+    q = inputs.q if q_scale is None else quantised(inputs.q, q_scale)
+    query_ends = torch.arange(batch + 1, dtype=torch.int32, device=device)
+
+    def bind(kv_cache: torch.Tensor, out: torch.Tensor) -> Any:
+        return plan.bind(
+            scratch=scratch,
+            q=q,
+            kv_cache=kv_cache,
+            output=out,
+            page_table=inputs.block_table,
+            cache_seqlens=inputs.seq_lens,
+            cu_seqlens_q=query_ends,
+            kv_scale=inputs.k_scale,
+            q_scale=q_scale,
+            sm_scale=inputs.scale,
+        )
+
+    compile_dense_mla(binding=bind(inputs.caches[0], inputs.empty_outputs()[0]))
+
+    def call(kv_cache: torch.Tensor, out: torch.Tensor) -> None:
+        run_dense_mla(binding=bind(kv_cache, out))
+
+    return call
+
+
 def _require_one_query_token(name: str, inputs: DecodeInputs) -> None:
     if inputs.query_len != 1:
         raise ValueError(f"{name} is timed with 1 query token of each request, got {inputs.query_len}")
@@ -224,7 +280,8 @@ PEERS: dict[str, Callable[[DecodeInputs], Call]] = {
     "FLASH_ATTN_MLA": flash_attn_mla,
     "TRITON_MLA": triton_mla,
     "FLASHINFER": flashinfer,
+    "B12X": b12x,
 }
 PEERS_OF_SEVERAL_TOKENS = ("FLASHMLA", "FLASH_ATTN_MLA")
-PEERS_OF_FP8_CACHES = ("FLASHMLA", "TRITON_MLA")
-PEERS_QUANTISING_Q = ("FLASHMLA",)  # beside an E4M3 cache
+PEERS_OF_FP8_CACHES = ("FLASHMLA", "TRITON_MLA", "B12X")
+PEERS_QUANTISING_Q = ("FLASHMLA", "B12X")  # beside an E4M3 cache

@@ -1,5 +1,6 @@
 """The benchmark's own judgement, on the CPU: graphs are replaced by lists of calls, kernels by torch."""
 
+import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,16 @@ def test_several_query_tokens_are_timed_beside_the_peers_that_take_them() -> Non
     assert names == ["dense_mla", "dense_mla", "dense_mla+schedule", "FLASHMLA", "FLASH_ATTN_MLA"]
 
 
+@pytest.mark.parametrize(("found", "peers"), [(object(), ["TRITON_MLA", "B12X"]), (None, ["TRITON_MLA"])])
+def test_the_portable_kernel_is_timed_alone_beside_its_own_peers(found: object, peers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    args = parse_arguments(["--kernel", "sm80", "--heads", "8,16", "--also", ""])
+    assert (args.also, args.json.name) == ([], "decode_sm80_on_h200.json")
+    for heads in args.heads:
+        names = [contender.kernel for contender in contenders_of(args, heads, BatchShape.parse("1x4096"))]
+        assert names == ["dense_mla+sm80", "dense_mla+sm80", *peers]
+
+
 def test_an_e4m3_run_has_its_own_peers_bounds_and_evidence_file() -> None:
     args = parse_arguments(["--kv-dtype", "fp8", "--k-scale", "0.06"])
     assert (args.peers, args.k_scale, args.json.name) == (["FLASHMLA", "TRITON_MLA"], 0.06, "decode_fp8_h200.json")
@@ -276,11 +287,13 @@ def test_an_e4m3_run_has_its_own_peers_bounds_and_evidence_file() -> None:
         (["--replays", "5"], "--replays must be at least 20, got 5"),
         (["--also", "1x65536"], "work must be HEADS:SHAPE, got '1x65536'"),
         (["--shapes", "1x4096q32"], "query_len must be from 1 to 16, got 32"),
+        (["--kernel", "sm90"], "invalid choice: 'sm90'"),
+        (["--kernel", "sm80", "--kv-dtype", "fp8"], "--kernel sm80 reads a bf16 cache, got --kv-dtype fp8"),
         (["--kv-dtype", "fp16"], "invalid choice: 'fp16'"),
         (["--kv-dtype", "fp8", "--k-scale", "0"], "--k-scale must be a positive number, got 0.0"),
         (["--kv-dtype", "fp8", "--k-scale", "nan"], "--k-scale must be a positive number, got nan"),
         (["--k-scale", "0.5"], "--k-scale is of an E4M3 cache and needs --kv-dtype fp8, got 0.5 with --kv-dtype bf16"),
-        (["--kv-dtype", "fp8", "--peers", "FLASH_ATTN_MLA"], "--peers with --kv-dtype fp8 must be of FLASHMLA, TRITON_MLA, got FLASH_ATTN_MLA"),
+        (["--kv-dtype", "fp8", "--peers", "FLASH_ATTN_MLA"], "--peers with --kv-dtype fp8 must be of FLASHMLA, TRITON_MLA, B12X, got FLASH_ATTN_MLA"),
         (["--planned-for", "-1"], "--planned-for must be 0 or more, got -1"),
     ],
 )

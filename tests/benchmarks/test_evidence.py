@@ -52,6 +52,11 @@ def test_table_has_a_line_a_shape_and_both_ratios() -> None:
     assert second == "16 1x131072 32.0 40.0 - - - 75.0 1.88 1.25"
 
 
+def test_table_of_the_portable_kernel_has_its_ratios() -> None:
+    rows = [row("dense_mla+sm80", 10.0, "bf16"), row("dense_mla+sm80", 11.0, "fp32"), row("TRITON_MLA", 27.0), row("B12X", 15.0)]
+    assert comparison_table(rows).split()[-2:] == ["1.50", "10.00"]
+
+
 def test_table_without_ours_or_without_peers_has_no_ratio() -> None:
     assert comparison_table([row("FLASHMLA", 27.0)]).split()[-2:] == ["-", "-"]
     assert comparison_table([row("dense_mla", 5.0, "bf16")]).split()[-2:] == ["-", "5.00"]

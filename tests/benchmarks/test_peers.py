@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import decode_inputs
 from benchmarks.batch_shape import BatchShape
-from benchmarks.contenders import invariant_contender, our_contenders, peer_contenders, planned_contender
+from benchmarks.contenders import invariant_contender, our_contenders, peer_contenders, planned_contender, portable_contenders
 from benchmarks.decode_inputs import DecodeInputs
 from benchmarks.peers import PEERS
 
@@ -114,9 +114,11 @@ def test_flashmla_with_an_e4m3_cache(fp8_inputs: DecodeInputs, monkeypatch: pyte
     assert (call["causal"], call["head_dim_v"], call["softmax_scale"]) == (True, 512, 192**-0.5)
 
 
-@pytest.mark.parametrize("peer", ["TRITON_MLA", "FLASHINFER"])
+@pytest.mark.parametrize("peer", ["TRITON_MLA", "FLASHINFER", "B12X"])
 def test_peers_of_one_query_token_say_so(peer: str, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
     stub_module(monkeypatch, "flashinfer.mla", BatchMLAPagedAttentionWrapper=object)
+    stub_module(monkeypatch, "b12x.attention.dense_mla._kernel", compile_dense_mla=None, run_dense_mla=None)
+    stub_module(monkeypatch, "b12x.attention.dense_mla._scratch", Caps=None, plan_dense_mla_scratch=None)
     several = DecodeInputs(BatchShape("2 requests", (CONTEXT, 100), 2), inputs.q.repeat(2, 1, 1), inputs.caches, inputs.block_table, inputs.seq_lens)
     with pytest.raises(ValueError, match=f"{peer} is timed with 1 query token of each request, got 2"):
         PEERS[peer](several)
@@ -208,10 +210,48 @@ def test_flashinfer(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> No
     assert call["out"].data_ptr() == out.data_ptr()
 
 
-def test_an_uninstalled_peer_says_so(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer.mla", None)
-    with pytest.raises(RuntimeError, match="FlashInfer is not installed"):
-        PEERS["FLASHINFER"](inputs)
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_b12x(kv_dtype: torch.dtype, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own planning and its own checks of a binding run here; only the kernels are stand-ins."""
+    kernels = pytest.importorskip("b12x.attention.dense_mla._kernel", exc_type=ImportError)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    compiled: list[Any] = []
+    launched: list[Any] = []
+    monkeypatch.setattr(kernels, "compile_dense_mla", lambda *, binding: compiled.append(binding))
+    monkeypatch.setattr(kernels, "run_dense_mla", lambda *, binding: launched.append(binding))
+    if kv_dtype == torch.float8_e4m3fn:
+        inputs = DecodeInputs.random(inputs.shape, HEADS, PAGE_SIZE, torch.device("cpu"), kv_dtype, 0.5)
+    outs = inputs.empty_outputs()
+    call = PEERS["B12X"](inputs)
+    for layer in (0, 1):
+        call(inputs.caches[layer], outs[layer])
+    assert len(compiled) == 1 and len(launched) == 2
+    first, second = launched
+    assert kernels._signature(first) == kernels._signature(second) == kernels._signature(compiled[0])  # nothing compiles in a call
+    assert second.kv_cache.data_ptr() == inputs.caches[1].data_ptr() and second.output.data_ptr() == outs[1].data_ptr()
+    assert second.scratch.shared_scratch.data_ptr() == first.scratch.shared_scratch.data_ptr()
+    assert second.q.dtype == second.kv_cache.dtype == kv_dtype and second.query_quant is None
+    assert second.cu_seqlens_q.tolist() == [0, 1, 2] and second.sm_scale == 192**-0.5
+    assert (second.scratch.max_batch, second.scratch.max_cache_tokens, second.scratch.use_cuda_graph) == (BATCH, CONTEXT, True)
+    assert second.kv_scale is None if kv_dtype == torch.bfloat16 else second.kv_scale.tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("peer", "module", "name"), [("FLASHINFER", "flashinfer.mla", "FlashInfer"), ("B12X", "b12x.attention.dense_mla._kernel", "b12x")]
+)
+def test_an_uninstalled_peer_says_so(peer: str, module: str, name: str, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(RuntimeError, match=f"{name} is not installed"):
+        PEERS[peer](inputs)
+
+
+def test_the_portable_kernel_is_forced(inputs: DecodeInputs, decoder_calls: SimpleNamespace) -> None:
+    for contender, dtype in zip(portable_contenders(["bf16", "fp32"]), (torch.bfloat16, torch.float32), strict=True):
+        contender.prepare(inputs)(inputs.caches[0], inputs.empty_outputs()[0])
+        assert contender.kernel == "dense_mla+sm80"
+        assert (decoder_calls.prepared[-1]["kernel"], decoder_calls.prepared[-1]["problem"].partial_dtype) == ("sm80", dtype)
+    our_contenders(["bf16"])[0].prepare(inputs)
+    assert decoder_calls.prepared[-1]["kernel"] is None
 
 
 @pytest.fixture
