@@ -13,7 +13,6 @@ come first, and what was left out is named. Exit status: 0 if DENSE_MLA ran and 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import math
 import sys
@@ -39,7 +38,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.evidence import EVIDENCE_DIR, DecodeEvidence, collect_facts, write_json
 from benchmarks.graph_timing import LEAST_SAMPLES
-from benchmarks.peers import PEERS, PEERS_OF_FP8_CACHES, PEERS_OF_SEVERAL_TOKENS
+from benchmarks.peers import PEERS, PEERS_OF_FP8_CACHES, PEERS_OF_SEVERAL_TOKENS, b12x_is_installed
 from benchmarks.read_ceiling import measure_read_ceiling
 from benchmarks.shape_timing import ShapeTiming
 from dense_mla.problem import DecodeProblem
@@ -128,7 +127,7 @@ def _fill_in_mode(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         parser.error(f"--kernel {args.kernel} reads a bf16 cache, got --kv-dtype {args.kv_dtype}")
     peers, evidence = MODES[args.kv_dtype, args.kernel]
     if args.peers is None:  # b12x is no part of vLLM: where it is not installed, nothing is missing
-        args.peers = [name for name in peers if name != "B12X" or importlib.util.find_spec("b12x")]
+        args.peers = [name for name in peers if name != "B12X" or b12x_is_installed()]
     args.json = args.json or EVIDENCE_DIR / evidence
     if not (math.isfinite(args.k_scale) and args.k_scale > 0):
         parser.error(f"--k-scale must be a positive number, got {args.k_scale}")

@@ -12,7 +12,9 @@ case for the peers that choose their splits from it.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -222,14 +224,15 @@ def b12x(inputs: DecodeInputs) -> Call:
     Planned, bound, compiled and run through the modules below its public functions, which need no SM120; its search for another split count is
     left out. An E4M3 cache is read with q in E4M3, quantised before the call as for FLASHMLA.
     """
-    try:
-        from b12x.attention.dense_mla._kernel import compile_dense_mla, run_dense_mla  # type: ignore[import-untyped,import-not-found,unused-ignore]
-        from b12x.attention.dense_mla._scratch import Caps, plan_dense_mla_scratch  # type: ignore[import-untyped,import-not-found,unused-ignore]
-    except ImportError as error:
-        raise RuntimeError(f"b12x is not installed: {error}") from error
     _require_one_query_token("B12X", inputs)
+    if not b12x_is_installed():
+        raise RuntimeError("b12x is not installed")
+    from b12x.attention.dense_mla import _kernel, _scratch  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+    if "flashinfer" in Path(_kernel.__file__).parts:
+        raise RuntimeError("b12x is FlashInfer's copy here, not the package: put the package's folder before FlashInfer's on the path")
     batch, device = inputs.shape.batch, inputs.q.device
-    capacity = Caps(
+    capacity = _scratch.Caps(
         device=device,
         mode="decode",
         kv_dtype=inputs.caches.dtype,
@@ -242,7 +245,7 @@ def b12x(inputs: DecodeInputs) -> Call:
         num_cache_pages=inputs.caches.shape[1],
         use_cuda_graph=True,
     )
-    plan = plan_dense_mla_scratch(capacity)
+    plan = _scratch.plan_dense_mla_scratch(capacity)
     scratch = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in plan.shapes_and_dtypes()]
     q_scale = None if inputs.k_scale is None else torch.ones(1, dtype=torch.float32, device=device)
     q = inputs.q if q_scale is None else quantised(inputs.q, q_scale)
@@ -262,12 +265,20 @@ def b12x(inputs: DecodeInputs) -> Call:
             sm_scale=inputs.scale,
         )
 
-    compile_dense_mla(binding=bind(inputs.caches[0], inputs.empty_outputs()[0]))
+    _kernel.compile_dense_mla(binding=bind(inputs.caches[0], inputs.empty_outputs()[0]))
 
     def call(kv_cache: torch.Tensor, out: torch.Tensor) -> None:
-        run_dense_mla(binding=bind(kv_cache, out))
+        _kernel.run_dense_mla(binding=bind(kv_cache, out))
 
     return call
+
+
+def b12x_is_installed() -> bool:
+    """Whether the package is. Importing it says nothing: FlashInfer puts a copy, of no stated version, under the same name."""
+    try:
+        return bool(importlib.metadata.version("b12x"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def _require_one_query_token(name: str, inputs: DecodeInputs) -> None:

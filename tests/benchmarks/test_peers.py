@@ -5,6 +5,8 @@ vLLM's source: a renamed or missing argument fails here and not on the GPU.
 """
 
 import ast
+import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from benchmarks import decode_inputs
 from benchmarks.batch_shape import BatchShape
 from benchmarks.contenders import invariant_contender, our_contenders, peer_contenders, planned_contender, portable_contenders
 from benchmarks.decode_inputs import DecodeInputs
-from benchmarks.peers import PEERS
+from benchmarks.peers import PEERS, b12x_is_installed
 
 pytest.importorskip("vllm")
 BATCH, HEADS, PAGE_SIZE, CONTEXT = 2, 16, 64, 4096
@@ -117,8 +119,6 @@ def test_flashmla_with_an_e4m3_cache(fp8_inputs: DecodeInputs, monkeypatch: pyte
 @pytest.mark.parametrize("peer", ["TRITON_MLA", "FLASHINFER", "B12X"])
 def test_peers_of_one_query_token_say_so(peer: str, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
     stub_module(monkeypatch, "flashinfer.mla", BatchMLAPagedAttentionWrapper=object)
-    stub_module(monkeypatch, "b12x.attention.dense_mla._kernel", compile_dense_mla=None, run_dense_mla=None)
-    stub_module(monkeypatch, "b12x.attention.dense_mla._scratch", Caps=None, plan_dense_mla_scratch=None)
     several = DecodeInputs(BatchShape("2 requests", (CONTEXT, 100), 2), inputs.q.repeat(2, 1, 1), inputs.caches, inputs.block_table, inputs.seq_lens)
     with pytest.raises(ValueError, match=f"{peer} is timed with 1 query token of each request, got 2"):
         PEERS[peer](several)
@@ -213,7 +213,9 @@ def test_flashinfer(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_b12x(kv_dtype: torch.dtype, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own planning and its own checks of a binding run here; only the kernels are stand-ins."""
-    kernels = pytest.importorskip("b12x.attention.dense_mla._kernel", exc_type=ImportError)
+    if not b12x_is_installed():
+        pytest.skip("b12x is not installed")
+    kernels = importlib.import_module("b12x.attention.dense_mla._kernel")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     compiled: list[Any] = []
     launched: list[Any] = []
@@ -236,13 +238,23 @@ def test_b12x(kv_dtype: torch.dtype, inputs: DecodeInputs, monkeypatch: pytest.M
     assert second.kv_scale is None if kv_dtype == torch.bfloat16 else second.kv_scale.tolist() == [0.5]
 
 
-@pytest.mark.parametrize(
-    ("peer", "module", "name"), [("FLASHINFER", "flashinfer.mla", "FlashInfer"), ("B12X", "b12x.attention.dense_mla._kernel", "b12x")]
-)
-def test_an_uninstalled_peer_says_so(peer: str, module: str, name: str, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(RuntimeError, match=f"{name} is not installed"):
-        PEERS[peer](inputs)
+def test_an_uninstalled_peer_says_so(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", None)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    for peer, name in (("FLASHINFER", "FlashInfer"), ("B12X", "b12x")):
+        with pytest.raises(RuntimeError, match=f"{name} is not installed"):
+            PEERS[peer](inputs)
+
+
+def test_flashinfers_copy_is_not_taken_for_b12x(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.5.1")
+    copy = SimpleNamespace(__file__="/site-packages/flashinfer/experimental/b12x/attention/dense_mla/_kernel.py")
+    stub_module(monkeypatch, "b12x.attention.dense_mla", _kernel=copy, _scratch=None)
+    with pytest.raises(RuntimeError, match="b12x is FlashInfer's copy here"):
+        PEERS["B12X"](inputs)
 
 
 def test_the_portable_kernel_is_forced(inputs: DecodeInputs, decoder_calls: SimpleNamespace) -> None:
