@@ -242,6 +242,18 @@ def test_reused_pages_hold_other_layers_state() -> None:
     assert torch.equal(decode(replace(base, kv_cache=dirty), torch.bfloat16).result, decode(base, torch.bfloat16).result)
 
 
+@pytest.mark.parametrize("heads", [12, 64])
+def test_a_nan_that_a_request_sees_shows(heads: int) -> None:
+    """In every row of that request, and in no other request: a broken cache must not pass for an answer."""
+    case = cases.gaussian([300, 300, 5000], DEVICE, heads=heads)
+    case.kv_cache[case.block_table[1, 2], 5] = math.nan
+    step = Step.of(case, torch.bfloat16)
+    step.plan()
+    step.run()
+    assert step.result[1].isnan().all() and step.lse[1].isnan().all()
+    assert not step.result[[0, 2]].isnan().any() and not step.lse[[0, 2]].isnan().any()
+
+
 def test_nothing_is_allocated_or_compiled_after_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 73."""
     import cutlass.cute as cute

@@ -11,7 +11,7 @@ import torch
 
 from dense_mla.compiled import CompiledKernels
 from dense_mla.decoder import DenseMLADecoder
-from dense_mla.problem import DecodeProblem
+from dense_mla.problem import ContextShard, DecodeProblem
 
 REQUESTS, HEADS, PAGE_SIZE, PAGES = 3, 12, 64, 5
 Arguments = dict[str, Any]
@@ -154,3 +154,48 @@ def test_prepare_refuses_what_it_cannot_serve() -> None:
     for max_requests in (0, 4097):
         with pytest.raises(ValueError, match=f"max_requests must be from 1 to 4096, got {max_requests}"):
             DenseMLADecoder.prepare(problem, torch.device("cpu"), max_requests=max_requests)
+
+
+def decoder_of(problem: DecodeProblem, launches: list[str]) -> DenseMLADecoder:
+    kernels = CompiledKernels(*(lambda *args, name=name: launches.append(name) for name in ("schedule", "forward", "merge")), row_tiles=1)
+    return DenseMLADecoder(problem, torch.device("cpu"), 8, kernels)
+
+
+def test_total_lens_come_exactly_where_the_causal_rule_needs_them(decoder: DenseMLADecoder, arguments: Arguments, launches: list[str]) -> None:
+    """Needed with several tokens on several ranks, and only there."""
+    with pytest.raises(ValueError, match=r"total_lens is not needed by the problem .* but was given"):
+        decoder.run(**arguments, total_lens=arguments["seq_lens"])
+    tokens = decoder_of(DecodeProblem(HEADS, PAGE_SIZE, query_len=2, context=ContextShard(2, 1)), launches)
+    rows = {name: arguments[name].repeat(2, 1, 1) for name in ("q", "out")} | {"lse": None}
+    rows["workspace"] = aligned_bytes(tokens.workspace_size(REQUESTS).total_bytes)
+    with pytest.raises(ValueError, match=r"total_lens is needed by the problem .* but was missing"):
+        tokens.run(**arguments | rows)
+    with pytest.raises(ValueError, match=r"total_lens must be contiguous \(3,\), got shape \(2,\)"):
+        tokens.run(**arguments | rows, total_lens=arguments["seq_lens"][:2])
+    with pytest.raises(ValueError, match=r"q_nope must be \(6, 12, 512\), got \(3, 12, 512\)"):
+        tokens.run(**arguments | rows | {"q": arguments["q"]}, total_lens=arguments["seq_lens"])
+    assert launches == []
+    tokens.run(**arguments | rows, total_lens=arguments["seq_lens"])
+    assert launches == ["forward", "merge"]
+
+
+def test_k_scale_comes_exactly_with_an_e4m3_cache(decoder: DenseMLADecoder, arguments: Arguments, launches: list[str]) -> None:
+    """Fault 52: a scale never touches a BF16 cache."""
+    with pytest.raises(ValueError, match=r"k_scale must be given exactly if kv_dtype is torch\.float8_e4m3fn, got torch\.bfloat16 and k_scale given"):
+        decoder.run(**arguments, k_scale=torch.ones(1))
+    fp8 = decoder_of(DecodeProblem(HEADS, PAGE_SIZE, kv_dtype=torch.float8_e4m3fn), launches)
+    cache = {"kv_cache": arguments["kv_cache"].to(torch.float8_e4m3fn), "lse": None}
+    cache["workspace"] = aligned_bytes(fp8.workspace_size(REQUESTS).total_bytes)
+    wrong = {
+        "and k_scale missing": None,
+        r"k_scale must be \(1,\), got \(2,\)": torch.ones(2),
+        r"k_scale must be torch\.float32": torch.ones(1).bfloat16(),
+    }
+    for message, k_scale in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            fp8.run(**arguments | cache, k_scale=k_scale)
+    with pytest.raises(ValueError, match=r"kv_cache must be torch\.float8_e4m3fn, got torch\.bfloat16"):
+        fp8.run(**arguments | cache | {"kv_cache": arguments["kv_cache"]}, k_scale=torch.ones(1))
+    assert launches == []
+    fp8.run(**arguments | cache, k_scale=torch.ones(1))
+    assert launches == ["forward", "merge"]
