@@ -68,14 +68,14 @@ def test_answer_without_its_logprobs_is_refused(steps: list[dict[int, float]]) -
 
 def test_prompts_are_the_same_every_time_and_of_the_lengths_promised() -> None:
     asked = prompts(PROMPT_TOKENS)
-    assert asked == prompts(PROMPT_TOKENS) and asked[3] == prompts([65])[0]
+    assert asked == prompts(PROMPT_TOKENS) and len({tuple(prompt[:2]) for prompt in asked}) == len(PROMPT_TOKENS)
     assert tuple(map(len, asked)) == PROMPT_TOKENS
     assert min(PROMPT_TOKENS) == 1 and max(PROMPT_TOKENS) == 4000
     assert all(2 <= token < 1024 for prompt in asked for token in prompt)
 
 
 def test_prompts_for_drafts_repeat_their_tokens() -> None:
-    """A draft needs an earlier occurrence of the last token: nearly every token of the vocabulary is in each of the long prompts."""
+    """A draft needs an earlier occurrence of the last token: each long prompt holds a fifth of the vocabulary or more."""
     lengths = VARIANTS["spec4"].rounds
     assert lengths is not None
-    assert all(len(set(prompt)) > 0.85 * 998 for prompt in prompts(lengths[0]))
+    assert [len(set(prompt)) for prompt in prompts(lengths[0])] == [1000, 500, 1000, 250, 200]
