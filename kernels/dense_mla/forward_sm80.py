@@ -468,7 +468,7 @@ class ForwardSm80:
                 total += cute.arch.shuffle_sync_bfly(total, offset=ROW_LANES[offset])
             row_sum[step] = total
             if lane % LANES_PER_ROW == 0:
-                sInverse[self.tile.softmax_row(lane, warp, step)] = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
+                sInverse[self.tile.softmax_row(lane, warp, step)] = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
 
     @cute.jit
     def store(

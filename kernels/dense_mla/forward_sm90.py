@@ -501,7 +501,7 @@ class ForwardSm90(RequestWalk):
         for block in cutlass.range_constexpr(self.score_rows // 8):
             for parity in cutlass.range_constexpr(2):
                 total = row_sum[parity, block]
-                inverse[parity, block] = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
+                inverse[parity, block] = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
         self.scale_rows(rO, inverse)
 
         # Step 2: store. With a lane that can be hoisted, the addresses of all stores live across the loop over the tiles and spill.

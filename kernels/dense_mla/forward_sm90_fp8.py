@@ -587,7 +587,7 @@ class ForwardSm90Fp8(ForwardSm90):
                     sums = self.group_values(storage, other)
                     part = sums[0, row] + sums[1, row] + sums[2, row] + sums[3, row]
                     total += part * cute.math.exp2(group_max[row, other] - top, fastmath=True)
-                inverse = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
+                inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
                 factor[parity, block] = cute.math.exp2(row_max[parity, block] - top, fastmath=True) * inverse * k_scale
                 row_sum[parity, block] = total * 2.0**-P_SHIFT
                 row_max[parity, block] = top

@@ -595,7 +595,7 @@ class ForwardSm90Wide(ForwardSm90):
             row = self.score_row(0, half, 0, thread)
             row_sum[half] = sums[row, 0, buffer] + sums[row, 1, buffer]
             # A row without keys has sum 0: output 0, LSE -inf.
-            factor[half] = cute.arch.rcp_approx(row_sum[half]) if row_sum[half] > 0.0 else Float32(0.0)
+            factor[half] = Float32(0.0) if row_sum[half] == 0.0 else cute.arch.rcp_approx(row_sum[half])
         self.scale_output(acc_o, factor)
 
         # Step 2: store.

@@ -167,9 +167,9 @@ class Merge:
                 w = cute.math.exp2(lse[i] - reference, fastmath=True)
                 weight += w
                 for j in cutlass.range_constexpr(VECTOR):
-                    # An empty piece's values were never written: not even times 0.
+                    # An empty piece's values were never written: not even times 0. A NaN is not 0: it shows in the output.
                     value = values[j, i].to(Float32)
-                    total[j] = total[j] + w * value if w > 0.0 else total[j]
+                    total[j] = total[j] if w == 0.0 else total[j] + w * value
             maximum = new_maximum
         return maximum, weight
 
@@ -267,7 +267,7 @@ class Merge:
         row: Int32,
         column: Int32,
     ) -> None:
-        inverse = 1.0 / weight if weight > 0.0 else Float32(0.0)
+        inverse = Float32(0.0) if weight == 0.0 else 1.0 / weight
         token, head = row // self.heads, row % self.heads
         result = cute.make_rmem_tensor((VECTOR,), self.out_dtype)
         for j in cutlass.range_constexpr(VECTOR):

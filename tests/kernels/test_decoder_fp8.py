@@ -69,7 +69,10 @@ def test_page_sizes(heads: int, page_size: int) -> None:
 def test_scales_and_the_error_of_bf16(heads: int, k_scale: float, partial_dtype: torch.dtype) -> None:
     """Fault 53. The scale counts in the scores, rope part included, and in the values; the error is the BF16 kernel's on the same values."""
     fp8 = quantised(cases.gaussian([5000, 300, 64, 20_000], DEVICE, heads=heads), k_scale)
-    assert error(decode(fp8, partial_dtype)) <= 1.1 * error(decode(dequantised(fp8), partial_dtype))
+    bf16 = Step.of(dequantised(fp8), partial_dtype)
+    bf16.plan()
+    bf16.run()
+    assert error(decode(fp8, partial_dtype)) <= 1.1 * error(bf16)
 
 
 def one_key_above(num_keys: int, log2_above: float, top_value: float, rest: torch.Tensor) -> Case:
@@ -89,7 +92,8 @@ def one_key_above(num_keys: int, log2_above: float, top_value: float, rest: torc
 def test_small_probabilities_keep_their_mass(partial_dtype: torch.dtype) -> None:
     """Fault 14: out = (v_top + 8 mean(v_rest)) / 9. P in E4M3 would give v_top / 9."""
     rest = torch.randint(1, 9, (16_384, 512), generator=torch.Generator().manual_seed(14)).float() / 4
-    step = decode(replace(one_key_above(16_384, 11.0, 3.0, rest), out_atol=2.0**-8), partial_dtype)
+    roundings = 1 if partial_dtype == torch.float32 else 2  # of values below 2 to BF16, 2^-8 at most each
+    step = decode(replace(one_key_above(16_384, 11.0, 3.0, rest), out_atol=roundings * 2.0**-8), partial_dtype)
     mean = rest.mean(0).to(DEVICE)
     assert torch.allclose(step.result[0].float(), ((3 + 8 * mean) / 9).expand(12, -1), rtol=0.01)
 
@@ -233,7 +237,7 @@ def test_pages_apart_and_an_offset(page_size: int) -> None:
 def test_many_short_requests_in_one_range(heads: int) -> None:
     """Several requests a CTA, of one to four tiles and none: Q, tiles and the exchange of the warpgroups share one ring of stages."""
     lens = [0 if i % 11 == 5 else 1 + 53 * i % 256 for i in range(768)]
-    decode(quantised(cases.gaussian(lens, DEVICE, heads=heads)), torch.bfloat16)
+    decode(quantised(cases.gaussian(lens, DEVICE, heads=heads)), torch.bfloat16, max_requests=len(lens))
 
 
 @pytest.mark.parametrize("heads", [8, 32])
