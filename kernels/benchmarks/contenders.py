@@ -18,7 +18,7 @@ SCHEDULED = f"{OURS}+schedule"
 PLANNED = f"{OURS}+planned"
 INVARIANT = f"{OURS}+invariant"
 MAX_RELATIVE_L2 = 1e-2  # five times what BF16 inputs cost: beyond it the kernel computes something else
-MAX_RELATIVE_L2_OF_E4M3_Q = 5e-2  # q and P in E4M3 cost 3 %
+MAX_RELATIVE_L2_OF_E4M3_Q = 1e-1  # q and P in E4M3 cost 3 to 6 %; what it cost is in the row, beside the time
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,10 @@ FLASHINFER_WORKSPACE_BYTES = 128 * 2**20
 
 
 def flashmla(inputs: DecodeInputs) -> Call:
-    """FLASHMLA. Its scheduler metadata is filled by the first call and kept, as it is from a step's first layer to its last."""
+    """FLASHMLA. Its scheduler metadata is filled by the first call and kept, as it is from a step's first layer to its last.
+
+    As in its backend the kernel makes its own output: the one that it would take has another layout where a request has several query tokens.
+    """
     from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata, is_flashmla_dense_supported
 
     if inputs.page_size != FLASHMLA_PAGE_SIZE:
@@ -43,8 +46,8 @@ def flashmla(inputs: DecodeInputs) -> Call:
     metadata, _ = get_mla_metadata(inputs.seq_lens, inputs.heads * inputs.query_len, 1, is_fp8_kvcache=False)
     tokens = (inputs.shape.batch, inputs.query_len)
 
-    def call(kv_cache: torch.Tensor, out: torch.Tensor) -> None:
-        flash_mla_with_kvcache(
+    def call(kv_cache: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = flash_mla_with_kvcache(
             q=inputs.q.unflatten(0, tokens),
             k_cache=kv_cache.unsqueeze(-2),
             block_table=inputs.block_table,
@@ -54,8 +57,8 @@ def flashmla(inputs: DecodeInputs) -> Call:
             softmax_scale=inputs.scale,
             causal=True,
             is_fp8_kvcache=False,
-            out=out.unflatten(0, tokens),
-        )
+        )[0]
+        return result.flatten(0, 1)
 
     return call
 

@@ -270,7 +270,7 @@ def test_an_e4m3_run_has_its_own_peers_bounds_and_evidence_file() -> None:
     args = parse_arguments(["--kv-dtype", "fp8", "--k-scale", "0.06"])
     assert (args.peers, args.k_scale, args.json.name) == (["FLASHMLA", "TRITON_MLA"], 0.06, "decode_fp8_h200.json")
     bounds = {contender.kernel: contender.max_relative_l2 for contender in contenders_of(args, 16, BatchShape.parse("8x8192"))}
-    assert bounds["FLASHMLA"] == 0.05 and {bound for name, bound in bounds.items() if name != "FLASHMLA"} == {0.01}
+    assert bounds["FLASHMLA"] == 0.1 and {bound for name, bound in bounds.items() if name != "FLASHMLA"} == {0.01}
     assert parse_arguments([]).json.name == "decode_h200.json"
     assert parse_arguments(["--kv-dtype", "fp8", "--json", "a.json"]).json == Path("a.json")
 

@@ -70,18 +70,19 @@ def run_once(peer: str, inputs: DecodeInputs) -> torch.Tensor:
 
 def test_flashmla(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
     source, calls, metadata = installed("vllm", "third_party/flashmla/flash_mla_interface.py"), [], object()
+    result = torch.ones(BATCH, 1, HEADS, 512)
     stub_module(
         monkeypatch,
         "vllm.v1.attention.ops.flashmla",
-        flash_mla_with_kvcache=stand_in(source, "flash_mla_with_kvcache", None, calls),
+        flash_mla_with_kvcache=stand_in(source, "flash_mla_with_kvcache", (result, None), calls),
         get_mla_metadata=stand_in(source, "get_mla_metadata", (metadata, None), []),
         is_flashmla_dense_supported=lambda: (True, None),
     )
-    out = run_once("FLASHMLA", inputs)
+    out = PEERS["FLASHMLA"](inputs)(inputs.caches[1], inputs.empty_outputs()[1])
     (call,) = calls
     assert call["q"].shape == (BATCH, 1, HEADS, 576)
     assert call["k_cache"].shape == (65 + 1, PAGE_SIZE, 1, 576) and call["k_cache"].data_ptr() == inputs.caches[1].data_ptr()
-    assert call["out"].shape == (BATCH, 1, HEADS, 512) and call["out"].is_contiguous() and call["out"].data_ptr() == out.data_ptr()
+    assert out is not None and out.shape == (BATCH, HEADS, 512) and out.data_ptr() == result.data_ptr() and call["out"] is None
     assert (call["tile_scheduler_metadata"], call["head_dim_v"], call["softmax_scale"]) == (metadata, 512, 192**-0.5)
 
 
@@ -125,17 +126,19 @@ def test_peers_of_one_query_token_say_so(peer: str, inputs: DecodeInputs, monkey
 
 
 def test_flashmla_takes_several_query_tokens(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, planned, calls = installed("vllm", "third_party/flashmla/flash_mla_interface.py"), [], []
+    source, calls = installed("vllm", "third_party/flashmla/flash_mla_interface.py"), []
+    result = torch.ones(BATCH, 2, HEADS, 512)
     stub_module(
         monkeypatch,
         "vllm.v1.attention.ops.flashmla",
-        flash_mla_with_kvcache=stand_in(source, "flash_mla_with_kvcache", None, calls),
-        get_mla_metadata=stand_in(source, "get_mla_metadata", (object(), None), planned),
+        flash_mla_with_kvcache=stand_in(source, "flash_mla_with_kvcache", (result, None), calls),
+        get_mla_metadata=stand_in(source, "get_mla_metadata", (object(), None), []),
         is_flashmla_dense_supported=lambda: (True, None),
     )
     several = DecodeInputs(BatchShape("2 requests", (CONTEXT, 100), 2), inputs.q.repeat(2, 1, 1), inputs.caches, inputs.block_table, inputs.seq_lens)
-    out = run_once("FLASHMLA", several)
-    assert calls[0]["q"].shape == (BATCH, 2, HEADS, 576) and calls[0]["out"].data_ptr() == out.data_ptr()
+    out = PEERS["FLASHMLA"](several)(several.caches[1], several.empty_outputs()[1])
+    assert calls[0]["q"].shape == (BATCH, 2, HEADS, 576)
+    assert out is not None and out.shape == (BATCH * 2, HEADS, 512) and out.data_ptr() == result.data_ptr() and calls[0]["out"] is None
 
 
 def test_flashmla_refuses_other_pages(inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +296,8 @@ def test_dense_mla_with_an_e4m3_cache(fp8_inputs: DecodeInputs, decoder_calls: S
     assert decoder_calls.calls[0]["kv_cache"].dtype == torch.float8_e4m3fn
 
 
-def test_only_a_peer_that_quantises_q_may_be_three_percent_off() -> None:
-    assert [c.max_relative_l2 for c in peer_contenders(["FLASHMLA", "TRITON_MLA"], torch.float8_e4m3fn)] == [0.05, 0.01]
+def test_only_a_peer_that_quantises_q_may_be_percents_off() -> None:
+    assert [c.max_relative_l2 for c in peer_contenders(["FLASHMLA", "TRITON_MLA"], torch.float8_e4m3fn)] == [0.1, 0.01]
     assert [c.max_relative_l2 for c in peer_contenders(["FLASHMLA", "TRITON_MLA"])] == [0.01, 0.01]
     assert all(c.max_relative_l2 == 0.01 for c in our_contenders(["bf16", "fp32"]))
 
