@@ -105,7 +105,7 @@ class DenseMLADecoder:
             schedule: buffer that `schedule` filled on this stream, or an earlier one that this stream waited for.
             workspace: uint8, at least `workspace_size(requests).total_bytes`, aligned to 256 bytes. Contents need not be kept between calls.
             out: [R, heads, 512] in query_dtype, written whole: 0 for a row that sees no key. Any strides as for q.
-            scale: softmax scale.
+            scale: softmax scale, positive.
             lse: [R, heads] fp32, contiguous: natural-log LSE, -inf for a row that sees no key. Given exactly if the problem returns it.
             total_lens: [requests] int32, keys on all ranks. Given exactly if the problem's causal rule needs it (`needs_total_lens`).
             max_seq_len: largest length that the host knows of; where given, the block table must be wide enough for it.
@@ -126,6 +126,8 @@ class DenseMLADecoder:
         self._check_lse(lse, requests)
         self._check_total_lens(total_lens, requests)
         self._check_k_scale(k_scale)
+        if not scale > 0:  # the kernels take the maximum before they scale
+            raise ValueError(f"scale must be positive, got {scale}")
         out_partial, lse_partial = self._partials(workspace, requests)
         if requests == 0:
             return

@@ -26,7 +26,7 @@ from . import softmax
 from .named_barrier import NamedBarrierSm90
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
 from .request_walk import CHUNK, CHUNKS, RequestWalk, k_major, query_box
-from .schedule import HEADER_WORDS, NO_SLOT, RANGE_WORDS
+from .schedule import NO_SLOT
 from .special_register import pinned_lane_index
 from .torch_types import cutlass_dtype
 
@@ -172,17 +172,18 @@ class ForwardSm90(RequestWalk):
         cute.arch.sync_threads()
 
         # Step 2: wait for the kernel before, then let the merge queue up behind this one: it waits for our end by itself.
+        early = self.early_words(mSchedule, range_index)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
         # Step 3: this CTA's range of the line.
-        words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + range_index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
+        words = self.range_words(mSchedule, range_index)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 0:
-                self.load_keys(tma[0], gInputs[0], mTable, lens[0], words, sK, k_full, k_empty)
+                self.load_keys(tma[0], gInputs[0], mTable, lens[0], early, sK, k_full, k_empty)
             if warp_index == 1:
-                self.load_queries(tma, gInputs, lens[0], words, sQ, q_full, q_empty, row_tile)
+                self.load_queries(tma, gInputs, lens[0], early, sQ, q_full, q_empty, row_tile)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(storage, lP, sK, sQ, mma_s, mma_o, lens, words, outputs, scale_log2, row_tile)

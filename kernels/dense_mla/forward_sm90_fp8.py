@@ -38,7 +38,7 @@ from .fp8_tile import ARRIVALS, BOX_BYTES, GROUPS, LINE, LINES, RECORD_BYTES, RE
 from .named_barrier import NamedBarrierSm90
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
 from .request_walk import k_major
-from .schedule import HEADER_WORDS, NO_SLOT, RANGE_WORDS
+from .schedule import NO_SLOT
 from .special_register import pinned, pinned_lane_index
 
 STAGES = 5  # 36 KiB each: tiles of keys, and the BF16 queries of a request on their way to FP16
@@ -171,16 +171,17 @@ class ForwardSm90Fp8(ForwardSm90):
         cute.arch.sync_threads()
 
         # Step 2: wait for the kernel before, then let the merge queue up behind this one: it waits for our end by itself.
+        early = self.early_words(mSchedule, range_index)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
         # Step 3: this CTA's range of the line.
-        words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + range_index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
+        words = self.range_words(mSchedule, range_index)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 0:
                 sK = storage.K.get_tensor(lK.outer, swizzle=lK.inner)
-                self.produce(storage, tma, gInputs, mTable, lens[0], words, sK, row_tile)
+                self.produce(storage, tma, gInputs, mTable, lens[0], early, sK, row_tile)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume_tiles(storage, lQ, lP, mma_s, mma_o, lens, words, outputs, mKScale[0], scale_log2, row_tile)
@@ -224,7 +225,7 @@ class ForwardSm90Fp8(ForwardSm90):
         num_pages = cute.size(gInputs[0], mode=[2])
         stage, phase = Int32(0), Int32(1)  # a fresh barrier lets a wait for parity 1 pass
         for request in cutlass.range(words[0], words[2] + 1, unroll=1):
-            seq_len, begin, end = self.work_span(words, request, mSeqLens)
+            begin, end = self.tile_span(words, request, mSeqLens)
             if begin < end:
                 self.load_queries_to(storage, tma, gInputs, request, stage, phase, row_tile)
                 wrap = stage + 1 == STAGES
@@ -245,7 +246,7 @@ class ForwardSm90Fp8(ForwardSm90):
                             cute.copy(tma[0], tKgK[None, part, line, page], tKsK[None, 0, line, stage], tma_bar_ptr=full + i)
                 else:
                     cute.arch.mbarrier_wait(storage.empty.data_ptr() + stage, phase)
-                    self.load_small(tma[0], mTable, seq_len, request, tile, num_pages, stage, full, tKsK, tKgK)
+                    self.load_small(tma[0], mTable, mSeqLens[request], request, tile, num_pages, stage, full, tKsK, tKgK)
                 wrap = stage + 1 == STAGES
                 stage = Int32(0) if wrap else stage + 1
                 phase = phase ^ 1 if wrap else phase

@@ -39,7 +39,7 @@ from .forward_sm90 import (
 from .named_barrier import NamedBarrierSm90
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
 from .request_walk import CHUNK, CHUNKS, k_major, query_box
-from .schedule import HEADER_WORDS, NO_SLOT, RANGE_WORDS
+from .schedule import NO_SLOT
 from .special_register import pinned, pinned_lane_index
 
 M_ROWS = 64  # rows of the tile in shared memory and registers, however many of them are queries
@@ -174,17 +174,18 @@ class ForwardSm90Wide(ForwardSm90):
         self.sync_cluster()
 
         # Step 2: wait for the kernel before, then let the merge queue up behind this one: it waits for our end by itself.
+        early = self.early_words(mSchedule, range_index)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
         # Step 3: this CTA's range of the line.
-        words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + range_index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
+        words = self.range_words(mSchedule, range_index)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 0:
-                self.load_keys(tma[0], gInputs[0], mTable, lens[0], words, sK, k_full, k_empty)
+                self.load_keys(tma[0], gInputs[0], mTable, lens[0], early, sK, k_full, k_empty)
             if warp_index == 1:
-                self.load_queries(tma, gInputs, lens[0], words, sQ, q_full, q_empty, row_tile)
+                self.load_queries(tma, gInputs, lens[0], early, sQ, q_full, q_empty, row_tile)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(storage, lP, sK, sQ, (mma_s, mma_own, mma_other), lens, words, outputs, scale_log2, row_tile)
@@ -407,8 +408,6 @@ class ForwardSm90Wide(ForwardSm90):
         """
         row_max, row_sum, _ = statistics
         rS = cute.make_tensor(acc_s.iterator, cute.make_layout((2, 2, TILE_KEYS // 8)))
-        for i in cutlass.range_constexpr(cute.size(acc_s)):
-            acc_s[i] = acc_s[i] * scale_log2
         if cutlass.min(visible[0], visible[1]) < TILE_KEYS:
             self.mask(rS, visible, thread)
         for half in cutlass.range_constexpr(2):
@@ -421,20 +420,20 @@ class ForwardSm90Wide(ForwardSm90):
             # The reference of a row that has seen no key is -inf, and -inf - -inf is NaN.
             # Letting the reference lag behind would save scaling O, but then the largest probability is no longer exactly 1: the error of
             # P's rounding grows by a fifth where few keys count.
-            new_max = cute.arch.fmax(row_max[half], tile_max)
+            new_max = cute.arch.fmax(row_max[half], tile_max * scale_log2)
             self.raise_reference(statistics, new_max, half)
             reference = new_max if new_max > -Float32.inf else Float32(0.0)
             tile_sum = Float32(0.0)
             for block in cutlass.range_constexpr(TILE_KEYS // 8):
                 for parity in cutlass.range_constexpr(2):
-                    p = cute.math.exp2(rS[parity, half, block] - reference, fastmath=True)
+                    p = cute.math.exp2(rS[parity, half, block] * scale_log2 - reference, fastmath=True)
                     rS[parity, half, block] = p
                     tile_sum += p
             row_sum[half] = row_sum[half] + tile_sum
 
     @cute.jit
     def mask(self, rS: cute.Tensor, visible: cute.Tensor, thread: Int32) -> None:
-        """Logits of the keys at `visible` and beyond to -inf. A select, not a product: the score of an unread key may be NaN."""
+        """Scores of the keys at `visible` and beyond to -inf. A select, not a product: the score of an unread key may be NaN."""
         for half in cutlass.range_constexpr(2):
             for block in cutlass.range_constexpr(TILE_KEYS // 8):
                 for parity in cutlass.range_constexpr(2):
@@ -610,21 +609,41 @@ class ForwardSm90Wide(ForwardSm90):
 
     @cute.jit
     def store_output(self, acc_o: cute.Tensor, gO: cute.Tensor, row_tile: Int32, group: Int32, thread: Int32) -> None:
-        """Registers to gO [tokens, heads, 512], two neighbouring columns a store."""
-        dtype = gO.element_type
-        store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=2 * dtype.width)
-        columns = cute.make_layout((2, VALUE_COLUMNS // 8), stride=(1, 8))  # (column of a pair, block of columns)
-        rO = cute.make_tensor(acc_o.iterator, cute.make_layout((2, 2, VALUE_COLUMNS // 8)))
+        """Registers to gO [tokens, heads, 512], in units of 32 bytes or more: less than a sector of the L2 is a read and a write there.
+
+        A quad holds a row, its threads two neighbouring columns of every eight. In FP32 these are the 32 bytes; of 16-bit values a thread
+        collects eight columns first.
+        """
+        dtype, blocks = gO.element_type, VALUE_COLUMNS // 8
+        unit = 2 if dtype.width == 32 else 8  # columns a store
+        store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=unit * dtype.width)
+        columns = cute.make_layout((unit, 2 * blocks // unit), stride=(1, 4 * unit))  # (column of a unit, unit of the thread)
+        rO = cute.make_tensor(acc_o.iterator, cute.make_layout((2, 2, blocks)))
         for half in cutlass.range_constexpr(2):
-            pairs = cute.make_rmem_tensor(columns.shape, dtype)
-            for block in cutlass.range_constexpr(VALUE_COLUMNS // 8):
+            values = cute.make_rmem_tensor(columns.shape, dtype)
+            pairs = cute.make_tensor(values.iterator, cute.make_layout((2, blocks)))
+            for block in cutlass.range_constexpr(blocks):
                 for parity in cutlass.range_constexpr(2):
                     pairs[parity, block] = rO[parity, half, block].to(dtype)
+            if cutlass.const_expr(dtype.width == 16):
+                self.transpose_quads(cute.recast_tensor(values, Int32), thread)
             token, head, exists = self.locate(self.score_row(0, half, 0, thread), row_tile)
             if exists:
                 # One address a row; the columns are offsets from it.
-                first = (gO[token, head, None].iterator + group * VALUE_COLUMNS + thread % 4 * 2).align(2 * dtype.width // 8)
-                cute.copy(store, pairs, cute.make_tensor(first, columns))
+                first = (gO[token, head, None].iterator + group * VALUE_COLUMNS + thread % 4 * unit).align(unit * dtype.width // 8)
+                cute.copy(store, values, cute.make_tensor(first, columns))
+
+    @cute.jit
+    def transpose_quads(self, words: cute.Tensor, thread: Int32) -> None:
+        """Of every four words: word j of the quad's thread t becomes word t of thread j."""
+        for bit in cutlass.range_constexpr(2):
+            upper = (thread >> bit) % 2 == 1
+            for i in cutlass.range_constexpr(cute.size(words)):
+                if cutlass.const_expr(i >> bit & 1 == 0):
+                    low, high = words[i], words[i + (1 << bit)]
+                    taken = cute.arch.shuffle_sync_bfly(low if upper else high, offset=1 << bit)
+                    words[i] = taken if upper else low
+                    words[i + (1 << bit)] = high if upper else taken
 
     @cute.jit
     def store_row_lse(

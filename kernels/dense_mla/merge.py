@@ -3,9 +3,9 @@
 This is the log-sum-exp rule by which FlashDecoding and FlashAttention combine splits. `out_i` is normalised by its own sum and `lse_i`
 is in base 2; the LSE handed out is in natural log. Pieces are added in a fixed order: the same bits for the same schedule.
 
-A thread owns four columns of one row. Where few requests are split, several threads ("strands") share the pieces of a row, so that a single
-long request still fills the GPU: up to four strands in a warp, whose sums meet by shuffles, and up to eight warps, whose sums meet in
-shared memory. Requests that one CTA covered are not touched.
+A thread owns four columns of one row. The longer a request's list of pieces, the more threads ("strands") share it, so that a row's pieces
+are all in flight at once and one long request fills the GPU, also among many short ones: up to four strands in a warp, whose sums meet by
+shuffles, and up to eight warps, whose sums meet in shared memory. Requests that one CTA covered are not touched.
 """
 
 import math
@@ -17,8 +17,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from .block_scan import block_scan
 from .problem import HEAD_DIM_V, DecodeProblem
-from .schedule import HEADER_WORDS, RANGE_WORDS, SPLIT_WORDS
+from .schedule import HEADER_WORDS, MAX_REQUESTS, RANGE_WORDS, SPLIT_WORDS
 from .torch_types import cutlass_dtype
 
 THREADS = 512
@@ -27,7 +28,9 @@ VECTOR = 4  # columns of a thread
 ROW_VECTORS = HEAD_DIM_V // VECTOR
 LANE_STRANDS_LOG2 = 2  # at most 4 strands in a warp: 8 lanes remain, which read 128 neighbouring bytes of FP32
 WARP_STRANDS_LOG2 = 3
+STRANDS_LOG2 = LANE_STRANDS_LOG2 + WARP_STRANDS_LOG2
 BATCH = 5  # pieces of a strand whose loads are in flight together: 160 of a row, more than an H200 has ranges
+MAX_RANGES = THREADS  # more than any GPU has SMs; so many requests at most are split by ranges
 LN2 = math.log(2.0)
 
 
@@ -41,7 +44,7 @@ class Merge:
         self.out_dtype = cutlass_dtype(problem.query_dtype)
         self.partial_dtype = cutlass_dtype(problem.partial_dtype)
         self.return_lse = problem.return_lse
-        self.batch_invariant = problem.batch_invariant
+        self.max_splits = MAX_REQUESTS if problem.batch_invariant else MAX_RANGES
 
     @cute.jit
     def __call__(
@@ -78,59 +81,124 @@ class Merge:
             sums: cute.struct.Align[cute.struct.MemRange[Float32, THREADS * VECTOR], 16]
             weights: cute.struct.MemRange[Float32, THREADS]
             maxima: cute.struct.MemRange[Float32, THREADS]
+            warp_sums: cute.struct.MemRange[Int32, WARPS]
+            ends: cute.struct.MemRange[Int32, self.max_splits]
+            splits: cute.struct.Align[cute.struct.MemRange[Int32, self.max_splits * SPLIT_WORDS], 16]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         sSums = storage.sums.get_tensor(cute.make_layout((VECTOR, 32, WARPS)))
         sWeights = storage.weights.get_tensor(cute.make_layout((32, WARPS)))
         sMaxima = storage.maxima.get_tensor(cute.make_layout((32, WARPS)))
+        sWarpSums = storage.warp_sums.get_tensor(cute.make_layout((WARPS,)))
+        sEnds = storage.ends.get_tensor(cute.make_layout((self.max_splits,)))
+        sSplits = storage.splits.get_tensor(cute.make_layout((SPLIT_WORDS, self.max_splits)))
 
-        # Step 1: share out the work. The schedule was complete before the forward started: it may be read before the wait.
-        vectors = mSchedule[0] * (self.rows * ROW_VECTORS)
-        lane_log2, warp_log2 = Int32(0), Int32(0)
-        if cutlass.const_expr(self.batch_invariant):
-            lane_log2 = Int32(LANE_STRANDS_LOG2)  # the order of a row's sum must not depend on how many rows there are
-        for i in cutlass.range_constexpr(1, 1 if self.batch_invariant else LANE_STRANDS_LOG2 + WARP_STRANDS_LOG2 + 1):
-            fits = (vectors << i) <= num_ctas * THREADS
-            if cutlass.const_expr(i <= LANE_STRANDS_LOG2):
-                lane_log2 = Int32(i) if fits else lane_log2
-            else:
-                warp_log2 = Int32(i - LANE_STRANDS_LOG2) if fits else warp_log2
-        warp_vectors = Int32(32) >> lane_log2  # of a warp: neighbouring columns of one row
-        cta_vectors = Int32(THREADS) >> (lane_log2 + warp_log2)
-        warp_strand = warp % (Int32(1) << warp_log2)
-        strand = warp_strand * (Int32(1) << lane_log2) + lane // warp_vectors
-        strands = Int32(1) << (lane_log2 + warp_log2)
-        column = (warp >> warp_log2) * warp_vectors + lane % warp_vectors
-
-        base = cta * cta_vectors
-        # A warp without work of its own repeats the last row, so that shuffles and barriers meet everyone.
-        vector = cutlass.max(cutlass.min(base + column, vectors - 1), 0)
-        request, first, pieces = self.split_of(mSchedule, num_ranges, vector)
+        # Step 1: share out the work, in blocks of one request each. The schedule was complete before the forward started: it may be read
+        # before the wait.
+        count, blocks = self.lay_out(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread)
+        block = cta
+        split, first_block = self.split_of(sEnds, count, block)
 
         # Step 2: the forward's partials. Also where nothing is split: our end must not come before the forward's.
         if cutlass.const_expr(self.dependent_launch):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        while base < vectors:
-            row = vector // ROW_VECTORS % self.rows
+        while block < blocks:
+            request, first, pieces = sSplits[0, split], sSplits[1, split], sSplits[2, split]
+            strands_log2 = self.strands_log2(pieces)
+            lane_log2 = cutlass.min(strands_log2, LANE_STRANDS_LOG2)
+            warp_log2 = strands_log2 - lane_log2
+            warp_vectors = Int32(32) >> lane_log2  # of a warp: neighbouring columns of one row
+            warp_strand = warp % (Int32(1) << warp_log2)
+            strand = warp_strand * (Int32(1) << lane_log2) + lane // warp_vectors
+            vector = (block - first_block) * (Int32(THREADS) >> strands_log2) + (warp >> warp_log2) * warp_vectors + lane % warp_vectors
+            exists = vector < self.rows * ROW_VECTORS
+            # A thread without work of its own repeats the last row, so that shuffles and barriers meet everyone.
+            vector = cutlass.min(vector, self.rows * ROW_VECTORS - 1)
+            row, column = vector // ROW_VECTORS, vector % ROW_VECTORS
             total = cute.make_rmem_tensor((VECTOR,), Float32)
-            maximum, weight = self.add_pieces(mOutPartial, mLsePartial, total, first, pieces, row, vector % ROW_VECTORS, strand, strands)
+            maximum, weight = self.add_pieces(
+                mOutPartial, mLsePartial, total, first, pieces, row, column, strand, Int32(1) << strands_log2
+            )
             maximum, weight = self.add_lanes(total, maximum, weight, lane_log2)
             if warp_log2 > 0:
                 maximum, weight = self.add_warps(sSums, sWeights, sMaxima, total, maximum, weight, lane, warp, warp_strand, warp_log2)
             if strand == 0:
-                if base + column < vectors:
-                    self.store(total, maximum, weight, mOut, mLse, request, row, vector % ROW_VECTORS)
-            base += num_ctas * cta_vectors
-            vector = cutlass.min(base + column, vectors - 1)
-            request, first, pieces = self.split_of(mSchedule, num_ranges, vector)
+                if exists:
+                    self.store(total, maximum, weight, mOut, mLse, request, row, column)
+            block += num_ctas
+            split, first_block = self.split_of(sEnds, count, block)
 
     @cute.jit
-    def split_of(self, mSchedule: cute.Tensor, num_ranges: Int32, vector: Int32) -> tuple[Int32, Int32, Int32]:
-        """Request, first slot and pieces of the split request that a vector belongs to."""
-        words = mSchedule.iterator + HEADER_WORDS + num_ranges * RANGE_WORDS + vector // (self.rows * ROW_VECTORS) * SPLIT_WORDS
-        words = cute.make_tensor(words, cute.make_layout((SPLIT_WORDS,)))
-        return words[0], words[1], words[2]
+    def lay_out(
+        self,
+        mSchedule: cute.Tensor,
+        num_ranges: Int32,
+        sSplits: cute.Tensor,
+        sEnds: cute.Tensor,
+        sWarpSums: cute.Tensor,
+        thread: Int32,
+    ) -> tuple[Int32, Int32]:
+        """The split requests and the block at which each ends, into shared memory. Their number, and all blocks.
+
+        A request's blocks follow from its pieces alone: the order of a row's sum does not depend on the batch.
+        """
+        count = mSchedule[0]
+        blocks = self.lay_out_some(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread, Int32(0), count, Int32(0))
+        if cutlass.const_expr(self.max_splits > THREADS):
+            for base in cutlass.range(THREADS, count, THREADS, unroll=1):
+                blocks = self.lay_out_some(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread, base, count, blocks)
+        cute.arch.sync_threads()
+        return count, blocks
+
+    @cute.jit
+    def lay_out_some(
+        self,
+        mSchedule: cute.Tensor,
+        num_ranges: Int32,
+        sSplits: cute.Tensor,
+        sEnds: cute.Tensor,
+        sWarpSums: cute.Tensor,
+        thread: Int32,
+        base: Int32,
+        count: Int32,
+        blocks: Int32,
+    ) -> Int32:
+        """The split requests from `base` on, one a thread, behind `blocks` blocks; all blocks with these."""
+        first_word, index = HEADER_WORDS + num_ranges * RANGE_WORDS, base + thread
+        # Also what lies past the count, and is then not used: a load that waited for the count would take twice as long.
+        readable = cutlass.min(index, (mSchedule.shape[0] - first_word) // SPLIT_WORDS - 1)
+        split = cute.make_rmem_tensor((SPLIT_WORDS,), Int32)
+        for i in cutlass.range_constexpr(SPLIT_WORDS):
+            split[i] = cute.arch.load(mSchedule.iterator + (first_word + readable * SPLIT_WORDS + i), Int32, cop="cg")
+        needed = Int32(0)
+        if index < count:
+            cute.autovec_copy(split, sSplits[None, index])
+            needed = ((Int32(self.rows * ROW_VECTORS) << self.strands_log2(split[2])) + THREADS - 1) // THREADS
+        before, added = block_scan(needed, sWarpSums, thread, WARPS)
+        if index < count:
+            sEnds[index] = blocks + before + needed
+        return blocks + added
+
+    @cute.jit
+    def strands_log2(self, pieces: Int32) -> Int32:
+        """As many strands as it takes to have all pieces of a row in flight at once, in powers of two."""
+        found = Int32(0)
+        for i in cutlass.range_constexpr(STRANDS_LOG2):
+            found += Int32(1) if pieces > BATCH << i else Int32(0)
+        return found
+
+    @cute.jit
+    def split_of(self, sEnds: cute.Tensor, count: Int32, block: Int32) -> tuple[Int32, Int32]:
+        """Which split request a block belongs to, and the request's first block; anything for a block past the end."""
+        low, high = Int32(0), cutlass.max(count - 1, 0)
+        while low < high:
+            middle = (low + high) // 2
+            beyond = sEnds[middle] <= block
+            low = middle + 1 if beyond else low
+            high = high if beyond else middle
+        first_block = sEnds[low - 1] if low > 0 else Int32(0)
+        return low, first_block
 
     @cute.jit
     def add_pieces(

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from .paged_kv import PageTiling
 from .problem import HEAD_DIM_QK, TILE_KEYS, DecodeProblem
 from .request_range import RequestRange
-from .schedule import invariant_piece_tiles
+from .schedule import HEADER_WORDS, RANGE_WORDS, invariant_piece_tiles
 from .torch_types import cutlass_dtype
 
 CHUNK = 64  # columns of K that one barrier and one swizzled TMA box cover: 128 bytes
@@ -49,6 +49,24 @@ class RequestWalk:
     def score_row(self, block: cutlass.Constexpr, parity: cutlass.Constexpr, group: Int32, lane: Int32) -> Int32:
         """Row of the tile that a thread's score register belongs to."""
         raise NotImplementedError
+
+    @cute.jit
+    def range_words(self, mSchedule: cute.Tensor, range_index: Int32) -> cute.Tensor:
+        """The words of a range, in memory: for the consumers, who have time to read them where they are needed."""
+        return cute.make_tensor(mSchedule.iterator + HEADER_WORDS + range_index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
+
+    @cute.jit
+    def early_words(self, mSchedule: cute.Tensor, range_index: Int32) -> cute.Tensor:
+        """The words of a range, in registers, read before the wait for the kernel before: for the producers, whose first load waits for them.
+
+        The schedule kernel fences its words before it lets anybody start, and whoever runs between it and this kernel has started behind it: the
+        words are in the L2. Past it, in an L1, lines of an older schedule might be left.
+        """
+        words = cute.make_rmem_tensor((RANGE_WORDS,), Int32)
+        memory = self.range_words(mSchedule, range_index)
+        for i in cutlass.range_constexpr(RANGE_WORDS):
+            words[i] = cute.arch.load(memory.iterator + i, Int32, cop="cg")
+        return words
 
     @cute.jit
     def tile_span(self, words: cute.Tensor, request: Int32, mSeqLens: cute.Tensor) -> tuple[Int32, Int32]:

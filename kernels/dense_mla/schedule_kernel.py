@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from .block_scan import block_scan
 from .paged_kv import PageTiling
 from .problem import DecodeProblem
 from .schedule import (
@@ -64,8 +65,6 @@ class ScheduleKernel:
         sWarpSums = storage.warp_sums.get_tensor(cute.make_layout((WARPS,)))
         if cutlass.const_expr(self.dependent_launch):
             cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_launch_dependents()
 
         # Step 1: where each request starts on the line.
         total = Int32(0)
@@ -75,7 +74,7 @@ class ScheduleKernel:
             if request < requests:
                 tiles = self.tiling.num_tiles(mSeqLens[request])
                 units = tiles + self.pieces(tiles) * FIXED_COST if tiles > 0 else Int32(1)
-            before, added = self.scan(units, sWarpSums, thread)
+            before, added = block_scan(units, sWarpSums, thread, WARPS)
             if request < requests:
                 sStarts[request] = total + before
             total += added
@@ -99,6 +98,12 @@ class ScheduleKernel:
                 if tile < self.tiling.num_tiles(mSeqLens[request]):
                     page = mTable[request, self.tiling.first_key(tile) // self.tiling.page_size]
             words[6] = page
+
+        # Step 4: only now may the forward start: it reads its range before it waits for our end.
+        if cutlass.const_expr(self.dependent_launch):
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.sync_threads()
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def pieces(self, tiles: Int32) -> Int32:
@@ -128,7 +133,7 @@ class ScheduleKernel:
             count = Int32(1)
             if request < requests:
                 count = self.pieces(self.tiling.num_tiles(mSeqLens[request]))
-            before, added = self.scan(Int32(1) if count > 1 else Int32(0), sWarpSums, thread)
+            before, added = block_scan(Int32(1) if count > 1 else Int32(0), sWarpSums, thread, WARPS)
             if count > 1:
                 self.write_split(mSchedule, num_ranges, split_requests + before, request, request * INVARIANT_PIECES, count)
             split_requests += added
@@ -214,7 +219,7 @@ class ScheduleKernel:
             if request < requests:
                 first_range = self.first_unit(sStarts, request) // quantum
                 last_range = (sStarts[request + 1] - 1) // quantum
-            before, added = self.scan(Int32(1) if first_range < last_range else Int32(0), sWarpSums, thread)
+            before, added = block_scan(Int32(1) if first_range < last_range else Int32(0), sWarpSums, thread, WARPS)
             before += split_requests
             if request < requests:
                 sSplitsBefore[request] = before
@@ -318,25 +323,6 @@ class ScheduleKernel:
                 if last_unit // quantum < (sStarts[last + 1] - 1) // quantum:
                     last_slot = index + sSplitsBefore[last]
         self.write_range(mSchedule, index, first, first_tile, last, end_tile, first_slot, last_slot)
-
-    @cute.jit
-    def scan(self, value: Int32, sWarpSums: cute.Tensor, thread: Int32) -> tuple[Int32, Int32]:
-        """Sum of the values of all threads before this one, and of all. Every thread of the CTA takes part."""
-        lane, warp = thread % 32, thread // 32
-        inclusive = value
-        for i in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(inclusive, offset=1 << i)
-            inclusive = inclusive + below if lane >= 1 << i else inclusive
-        cute.arch.sync_threads()  # the last scan's sums are read
-        if lane == 31:
-            sWarpSums[warp] = inclusive
-        cute.arch.sync_threads()
-        before, total = Int32(0), Int32(0)
-        for i in cutlass.range_constexpr(WARPS):
-            warp_sum = sWarpSums[i]
-            before = before + warp_sum if i < warp else before
-            total += warp_sum
-        return before + inclusive - value, total
 
 
 def fake_arguments() -> tuple[Any, ...]:

@@ -179,6 +179,15 @@ def test_total_lens_come_exactly_where_the_causal_rule_needs_them(decoder: Dense
     assert launches == ["forward", "merge"]
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.07, float("nan")])
+def test_a_scale_that_would_turn_the_order_of_the_scores_is_refused(
+    scale: float, decoder: DenseMLADecoder, arguments: Arguments, launches: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="scale must be positive, got"):
+        decoder.run(**arguments | {"scale": scale})
+    assert launches == []
+
+
 def test_k_scale_comes_exactly_with_an_e4m3_cache(decoder: DenseMLADecoder, arguments: Arguments, launches: list[str]) -> None:
     """Fault 52: a scale never touches a BF16 cache."""
     with pytest.raises(ValueError, match=r"k_scale must be given exactly if kv_dtype is torch\.float8_e4m3fn, got torch\.bfloat16 and k_scale given"):
