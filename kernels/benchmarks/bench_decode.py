@@ -7,7 +7,12 @@
 Every kernel at every shape: its output is compared with FP64 softmax attention in the very buffers that are timed, before and after, and its
 calls over rotating KV caches (so that the L2 is cold) are captured in one CUDA graph. Then the graphs of all kernels are replayed in turn, and
 each replay is a sample. A kernel that fails is written down with its error and the others go on. Under a time limit the most important shapes
-come first, and what was left out is named. Exit status: 0 if DENSE_MLA ran and was right everywhere, 1 if not, 2 for bad arguments.
+come first, and what was left out is named.
+
+Where --shapes is not given, uneven batches are decoded with 16, 64 and 128 heads alone. Where --peers is not given, other heads are timed
+beside TRITON_MLA, which compiles anew for each of them and is not the fastest, at two shapes only.
+
+Exit status: 0 if DENSE_MLA ran and was right everywhere, 1 if not, 2 for bad arguments.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from benchmarks.comparison_table import OURS, comparison_table
 from benchmarks.contenders import (
     PARTIAL_DTYPES,
     Contender,
+    forward_contender,
     invariant_contender,
     our_contenders,
     peer_contenders,
@@ -50,13 +56,14 @@ UNEVEN_SHAPES = "mixed:64:32768,spike:64:131072:512"
 # Several query tokens: 64 rows of 16 heads, and the price of 8 tokens for 8 heads, beside 1 token of theirs.
 TOKEN_WORK = "16:1x32768q4,16:32x4096q4,8:1x65536,8:1x65536q8"
 MAIN_HEADS = 16
+THOROUGH_HEADS = (MAIN_HEADS, 64, 128)  # with uneven batches and every peer at every shape
 # By (cache dtype, kernel): the peers that are timed unless others are asked for, and the evidence file.
 MODES: dict[tuple[str, str | None], tuple[tuple[str, ...], str]] = {
     ("bf16", None): (("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA"), "decode_h200.json"),
     ("fp8", None): (("FLASHMLA", "TRITON_MLA"), "decode_fp8_h200.json"),
     ("bf16", "sm80"): (("TRITON_MLA", "B12X"), "decode_sm80_on_h200.json"),
 }
-PLANNED_SHAPES = ("1x4096", "32x4096")  # where a capture for a longer limit would show
+PLANNED_SHAPES = SPOT_SHAPES = ("1x4096", "32x4096")  # where a capture for a longer limit would show; where TRITON_MLA is timed at other heads
 
 
 def main() -> int:
@@ -71,7 +78,7 @@ def main() -> int:
     evidence = DecodeEvidence(facts, measure_read_ceiling(device))
     print(f"{facts.gpu}, read ceiling {evidence.read_ceiling_GBps:.0f} GB/s", flush=True)
     alive = True
-    for heads, shape in ordered_work(args.heads, args.shapes, args.also):
+    for heads, shape in ordered_work(args.heads, args.shapes, args.also, args.uneven_heads):
         if not alive or time.monotonic() > deadline:
             evidence.not_run.append(f"{heads} heads, {shape.label}")
             continue
@@ -87,9 +94,8 @@ def main() -> int:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes = f"{UNIFORM_SHAPES},{UNEVEN_SHAPES}"
-    parser.add_argument(
-        "--shapes", type=_list_of(BatchShape.parse), default=shapes, help="BATCHxKEYS, BATCHxKEYSqTOKENS, mixed:BATCH:KEYS, spike:BATCH:LONG:SHORT"
-    )
+    labels = "BATCHxKEYS, BATCHxKEYSqTOKENS, mixed:BATCH:KEYS, spike:BATCH:LONG:SHORT"
+    parser.add_argument("--shapes", type=_list_of(BatchShape.parse), help=f"{labels}; by default {shapes}")
     parser.add_argument("--heads", type=_list_of(int), default=str(MAIN_HEADS))
     parser.add_argument("--also", type=_list_of(_parse_work), default=TOKEN_WORK, help="HEADS:SHAPE beside --heads x --shapes")
     parser.add_argument("--page-size", type=int, default=64)
@@ -109,6 +115,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--replays must be at least {LEAST_SAMPLES}, got {args.replays}")
     if args.planned_for < 0:
         parser.error(f"--planned-for must be 0 or more, got {args.planned_for}")
+    args.uneven_heads = args.heads if args.shapes else THOROUGH_HEADS
+    args.shapes = args.shapes or _list_of(BatchShape.parse)(shapes)
+    args.every_peer = args.peers is not None
     _fill_in_mode(parser, args)
     try:
         for heads in [*args.heads, *(heads for heads, _ in args.also)]:
@@ -137,30 +146,43 @@ def _fill_in_mode(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         parser.error(f"--peers with --kv-dtype fp8 must be of {', '.join(PEERS_OF_FP8_CACHES)}, got {', '.join(unable)}")
 
 
-def ordered_work(heads: Sequence[int], shapes: Sequence[BatchShape], also: Sequence[tuple[int, BatchShape]]) -> list[tuple[int, BatchShape]]:
-    """Most important first, because a time limit cuts off the end: 16 heads in uniform batches, 64 and 128 heads there, 16 heads in uneven ones and
-    what is `also` asked for, the other heads."""
+def ordered_work(
+    heads: Sequence[int], shapes: Sequence[BatchShape], also: Sequence[tuple[int, BatchShape]], uneven_heads: Collection[int]
+) -> list[tuple[int, BatchShape]]:
+    """Most important first, because a time limit cuts off the end: 16 heads in uniform batches, what is `also` asked for, 64 and 128 heads in
+    uniform batches, 16 heads in uneven ones, the other heads. Uneven batches only with `uneven_heads`."""
 
     def rank(item: tuple[int, BatchShape]) -> int:
         count, shape = item
         if count == MAIN_HEADS:
             return 0 if shape.is_uniform else 2
-        return (1 if count in (64, 128) else 3) if shape.is_uniform else 4
+        return (1 if count in THOROUGH_HEADS else 3) if shape.is_uniform else 4
 
-    work = sorted(itertools.product(heads, shapes), key=rank)
-    first = sum(rank(item) <= 2 for item in work)
+    wanted = [(count, shape) for count, shape in itertools.product(heads, shapes) if shape.is_uniform or count in uneven_heads]
+    work = sorted(wanted, key=rank)
+    first = sum(rank(item) == 0 for item in work)
     return [*work[:first], *also, *work[first:]]
 
 
 def contenders_of(args: argparse.Namespace, heads: int, shape: BatchShape) -> list[Contender]:
-    """What is timed at one shape, ours first; at 16 heads with what batch invariance and a capture for longer requests cost."""
+    """What is timed at one shape, ours first; at 16 heads with the forward alone, and with what batch invariance and a capture for longer
+    requests cost."""
     contenders = portable_contenders(args.partial_dtypes) if args.kernel else our_contenders(args.partial_dtypes)
     if heads == MAIN_HEADS and shape.query_len == 1 and not args.kernel:
         contenders.append(invariant_contender(args.partial_dtypes[0]))
+        if shape.is_uniform:
+            contenders.append(forward_contender(args.partial_dtypes[0]))
         if args.planned_for > shape.context and shape.label in PLANNED_SHAPES:
             contenders.append(planned_contender(args.partial_dtypes[0], args.planned_for))
-    peers = [name for name in args.peers if shape.query_len == 1 or name in PEERS_OF_SEVERAL_TOKENS]
-    return contenders + peer_contenders(peers, KV_DTYPES[args.kv_dtype])
+    return contenders + peer_contenders(peers_of(args, heads, shape), KV_DTYPES[args.kv_dtype])
+
+
+def peers_of(args: argparse.Namespace, heads: int, shape: BatchShape) -> list[str]:
+    """The peers that are timed at one shape."""
+    able = [name for name in args.peers if shape.query_len == 1 or name in PEERS_OF_SEVERAL_TOKENS]
+    if args.every_peer or args.kernel or heads in THOROUGH_HEADS or shape.label in SPOT_SHAPES:
+        return able
+    return [name for name in able if name != "TRITON_MLA"]
 
 
 def report(evidence: DecodeEvidence) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +14,14 @@ from benchmarks.decode_inputs import DecodeInputs
 from benchmarks.peers import PEERS, PEERS_QUANTISING_Q, Call
 from dense_mla.problem import DecodeProblem
 
+if TYPE_CHECKING:
+    from dense_mla.decoder import DenseMLADecoder
+
 PARTIAL_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SCHEDULED = f"{OURS}+schedule"
 PLANNED = f"{OURS}+planned"
 INVARIANT = f"{OURS}+invariant"
+FORWARD = f"{OURS}+forward"
 MAX_RELATIVE_L2 = 1e-2  # five times what BF16 inputs cost: beyond it the kernel computes something else
 MAX_RELATIVE_L2_OF_E4M3_Q = 1e-1  # q and P in E4M3 cost 3 to 6 %; what it cost is in the row, beside the time
 
@@ -30,6 +35,7 @@ class Contender:
         prepare: makes its call for a shape's inputs; the call must run once before it is captured.
         planned_for: keys of the longest request that the capture allows for; `None` for the shape's own.
         max_relative_l2: against FP64; beyond it the kernel's time is not recorded.
+        answers: whether its output is the attention of all requests; one that leaves requests open has a time and no error.
     """
 
     kernel: str
@@ -37,6 +43,7 @@ class Contender:
     prepare: Callable[[DecodeInputs], Call]
     planned_for: int | None = None
     max_relative_l2: float = MAX_RELATIVE_L2
+    answers: Callable[[DecodeInputs], bool] = lambda inputs: True
 
 
 def peer_contenders(names: Sequence[str], kv_dtype: torch.dtype = torch.bfloat16) -> list[Contender]:
@@ -66,6 +73,22 @@ def invariant_contender(partial_dtype: str) -> Contender:
     return Contender(INVARIANT, partial_dtype, partial(ours, partial_dtype=PARTIAL_DTYPES[partial_dtype], batch_invariant=True))
 
 
+def forward_contender(partial_dtype: str) -> Contender:
+    """DENSE_MLA's forward alone: what the whole decode takes beyond it is the merge's. Requests that are split stay open."""
+    dtype = PARTIAL_DTYPES[partial_dtype]
+    return Contender(
+        FORWARD, partial_dtype, partial(ours, partial_dtype=dtype, with_merge=False), answers=partial(keeps_requests_whole, partial_dtype=dtype)
+    )
+
+
+def keeps_requests_whole(inputs: DecodeInputs, *, partial_dtype: torch.dtype) -> bool:
+    """Whether the schedule splits no request of this batch, so that the forward writes all of the output."""
+    from dense_mla.schedule import plan
+
+    decoder = _decoder(_problem(inputs, partial_dtype), inputs)
+    return not plan(inputs.shape.seq_lens, inputs.page_size, decoder.num_ranges).splits
+
+
 def portable_contenders(partial_dtypes: Sequence[str]) -> list[Contender]:
     """DENSE_MLA's portable kernel, forced on whatever GPU this is, in every partial dtype."""
     return [Contender(PORTABLE, name, partial(ours, partial_dtype=PARTIAL_DTYPES[name], kernel="sm80")) for name in partial_dtypes]
@@ -78,17 +101,15 @@ def ours(
     schedule_each_call: bool = False,
     planned_for: int | None = None,
     batch_invariant: bool = False,
+    with_merge: bool = True,
     kernel: str | None = None,
 ) -> Call:
-    """DENSE_MLA's forward and merge, with the schedule launched once, or before every call."""
-    from dense_mla.decoder import DenseMLADecoder
-
+    """DENSE_MLA's forward and merge, or the forward alone, with the schedule launched once, or before every call."""
     if planned_for is not None:
         inputs = with_wide_block_table(inputs, planned_for)
-    problem = DecodeProblem(
-        inputs.heads, inputs.page_size, partial_dtype, inputs.caches.dtype, query_len=inputs.query_len, batch_invariant=batch_invariant
-    )
-    decoder = DenseMLADecoder.prepare(problem, inputs.q.device, max_requests=inputs.shape.batch, kernel=kernel)
+    decoder = _decoder(_problem(inputs, partial_dtype, batch_invariant), inputs, kernel)
+    if not with_merge:
+        decoder = _without_merge(decoder)
     schedule = decoder.empty_schedule()
     num_bytes = decoder.workspace_size(inputs.shape.batch).total_bytes
     workspace = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=inputs.q.device)  # NaN in both partial dtypes
@@ -111,6 +132,26 @@ def ours(
         )
 
     return call
+
+
+def _problem(inputs: DecodeInputs, partial_dtype: torch.dtype, batch_invariant: bool = False) -> DecodeProblem:
+    return DecodeProblem(
+        inputs.heads, inputs.page_size, partial_dtype, inputs.caches.dtype, query_len=inputs.query_len, batch_invariant=batch_invariant
+    )
+
+
+def _decoder(problem: DecodeProblem, inputs: DecodeInputs, kernel: str | None = None) -> DenseMLADecoder:
+    from dense_mla.decoder import DenseMLADecoder
+
+    return DenseMLADecoder.prepare(problem, inputs.q.device, max_requests=inputs.shape.batch, kernel=kernel)
+
+
+def _without_merge(decoder: DenseMLADecoder) -> DenseMLADecoder:
+    """The same decoder around the same compiled kernels, but nothing is launched after the forward."""
+    from dense_mla.compiled import prepared_kernels
+
+    kernels = replace(prepared_kernels(decoder.problem, decoder.device), merge=lambda *_: None)
+    return type(decoder)(decoder.problem, decoder.device, decoder.max_requests, kernels)
 
 
 def with_wide_block_table(inputs: DecodeInputs, keys: int) -> DecodeInputs:

@@ -48,15 +48,16 @@ class DecodeRow:
 
     Attributes:
         kernel: `dense_mla`, `dense_mla+schedule` (the schedule kernel launched before every call), `dense_mla+planned` (captured for longer
-            requests, see `planned_for`), `dense_mla+invariant` (batch-invariant cuts), `dense_mla+sm80` (the portable kernel), the peer's vLLM name
-            or `B12X`.
+            requests, see `planned_for`), `dense_mla+invariant` (batch-invariant cuts), `dense_mla+forward` (no merge), `dense_mla+sm80` (the
+            portable kernel), the peer's vLLM name or `B12X`.
         context: keys of the longest request; `keys` is the sum over the batch.
         planned_for: keys of the longest request that the capture allowed for.
         us_samples: microseconds a call, one sample a graph replay; `us` is their median.
         GBps: KV bytes of the batch / `us`.
-        relative_l2: of the worst request of the timed buffers, against softmax attention in FP64.
+        relative_l2: of the worst request of the timed buffers, against softmax attention in FP64; of a large batch, of the worst of 8 requests
+            evenly from the first to the last and the longest. `None` for a forward alone that leaves split requests open: it has no answer.
         floor_us: KV bytes of the batch / the read ceiling.
-        caches: distinct KV caches that the calls of a replay rotate over; `calls` is how many calls that is.
+        caches: distinct KV caches that the calls of a replay rotate over; `calls` is how many calls that is, fewer for a slow kernel.
         sm_clock_mhz: clock of the SMs while the shape was timed; the same for all kernels of a shape, which were timed in turn.
     """
 
@@ -74,7 +75,7 @@ class DecodeRow:
     us_samples: tuple[float, ...]
     us: float
     GBps: float
-    relative_l2: float
+    relative_l2: float | None
     floor_us: float
     caches: int
     calls: int

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +15,7 @@ import torch
 from benchmarks.batch_shape import BatchShape
 from benchmarks.comparison_table import OURS
 from benchmarks.contenders import Contender
-from benchmarks.decode_inputs import DecodeInputs, worst_relative_l2
+from benchmarks.decode_inputs import DecodeInputs, Reference, enough_calls, worst_relative_l2
 from benchmarks.evidence import DecodeEvidence, DecodeRow, Failure, error_text
 from benchmarks.graph_timing import capture, sm_clock_mhz, time_in_turn
 from benchmarks.peers import Call
@@ -25,16 +27,18 @@ class WrongAnswerError(Exception):
 
 @dataclass(frozen=True)
 class CapturedDecode:
-    """A contender's calls at one shape as a graph, and the output that it writes for each layer, `[R, heads, 512]`.
+    """A contender's calls at one shape as a graph, how many those are, and the output that it writes for each layer, `[R, heads, 512]`.
 
-    `call` keeps what the graph reads and writes besides: a graph holds addresses and owns no memory, and workspace or schedule would go to the
-    next contender.
+    `answers` is whether that output is the attention of all requests. `call` keeps what the graph reads and writes besides: a graph holds
+    addresses and owns no memory, and workspace or schedule would go to the next contender.
     """
 
     contender: Contender
     graph: torch.cuda.CUDAGraph
+    calls: int
     outs: tuple[torch.Tensor, ...]
     call: Call
+    answers: bool
 
     @classmethod
     def of(cls, contender: Contender, inputs: DecodeInputs) -> CapturedDecode:
@@ -47,25 +51,28 @@ class CapturedDecode:
                 outs[layer] = result
 
         decode(0)  # compiles, and fills metadata that a first call makes
-        torch.cuda.synchronize()
-        graph = capture([partial(decode, i % len(outs)) for i in range(inputs.calls)])
+        calls = min(inputs.calls, enough_calls(len(outs), us_of(partial(decode, 0))))
+        graph = capture([partial(decode, i % len(outs)) for i in range(calls)])
         for out in outs:
             out.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        return cls(contender, graph, tuple(outs), call)
+        return cls(contender, graph, calls, tuple(outs), call, contender.answers(inputs))
 
-    def relative_l2(self, references: dict[int, torch.Tensor]) -> float:
-        """Of the worst request of the layers that there are references for.
+    def relative_l2(self, references: Sequence[Reference]) -> float | None:
+        """Of the worst row that there is a reference for; `None` where the output is no answer.
 
         Raises:
             WrongAnswerError: an output is not finite, or further from FP64 than the contender may be.
         """
-        found = [worst_relative_l2(self.outs[layer], reference) for layer, reference in references.items()]
+        if not self.answers:
+            return None
+        found = [worst_relative_l2(self.outs[reference.layer][reference.rows], reference.values) for reference in references]
         allowed = self.contender.max_relative_l2
         if not all(error <= allowed for error in found):
-            raise WrongAnswerError(f"relative L2 against FP64 is {found} at layers {list(references)}, allowed is {allowed}")
-        if not all(out.isfinite().all() for out in self.outs):
+            layers = [reference.layer for reference in references]
+            raise WrongAnswerError(f"relative L2 against FP64 is {found} at layers {layers}, allowed is {allowed}")
+        if not torch.stack([out.isfinite().all() for out in self.outs]).all():
             raise WrongAnswerError("an output holds NaN or infinity")
         return max(found)
 
@@ -84,23 +91,31 @@ class ShapeTiming:
 
     def measure(self, contenders: Sequence[Contender], replays: int) -> bool:
         """Capture and check each, then time them in turn. False if a failure took the CUDA context with it."""
+        marks = [time.perf_counter()]
         try:
             inputs = DecodeInputs.random(self.shape, self.heads, self.page_size, self.device, self.kv_dtype, self.k_scale)
-            references = {layer: inputs.reference(layer) for layer in (0, len(inputs.caches) - 1)}
+            references = inputs.references()
+            torch.cuda.synchronize()
         except (ValueError, RuntimeError) as error:
             self._fail(OURS, None, error)
             return _device_is_alive()
+        marks.append(time.perf_counter())
         captured = [decode for contender in contenders if (decode := self._captured(contender, inputs, references)) is not None]
+        marks.append(time.perf_counter())
         if captured and _device_is_alive():
             self._time(captured, inputs, references, replays)
+        marks.append(time.perf_counter())
         del captured
         gc.collect()
+        gc.freeze()  # what is left are modules and compiled kernels: looked at again after every shape, they cost more than the timing
         alive = _device_is_alive()
         if alive:
             torch.cuda.empty_cache()
+        inputs_s, captures_s, timing_s = (after - before for before, after in itertools.pairwise(marks))
+        print(f"{self.heads} heads, {self.shape.label}: inputs {inputs_s:.1f} s, captures {captures_s:.1f} s, timing {timing_s:.1f} s", flush=True)
         return alive
 
-    def _captured(self, contender: Contender, inputs: DecodeInputs, references: dict[int, torch.Tensor]) -> CapturedDecode | None:
+    def _captured(self, contender: Contender, inputs: DecodeInputs, references: Sequence[Reference]) -> CapturedDecode | None:
         try:
             decode = CapturedDecode.of(contender, inputs)
             decode.relative_l2(references)
@@ -109,7 +124,7 @@ class ShapeTiming:
             return None
         return decode
 
-    def _time(self, captured: Sequence[CapturedDecode], inputs: DecodeInputs, references: dict[int, torch.Tensor], replays: int) -> None:
+    def _time(self, captured: Sequence[CapturedDecode], inputs: DecodeInputs, references: Sequence[Reference], replays: int) -> None:
         clocks: list[int | None] = []
         try:
             timed = time_in_turn([decode.graph.replay for decode in captured], replays, meanwhile=lambda: clocks.append(sm_clock_mhz()))
@@ -127,9 +142,9 @@ class ShapeTiming:
                 self.evidence.rows.append(row)
                 print(f"{row.heads} heads, {row.shape}, {row.kernel} {row.partial_dtype or ''}: {row.us:.1f} us", flush=True)
 
-    def _row(self, decode: CapturedDecode, inputs: DecodeInputs, samples: Sequence[float], relative_l2: float, clock: int | None) -> DecodeRow:
+    def _row(self, decode: CapturedDecode, inputs: DecodeInputs, samples: Sequence[float], relative_l2: float | None, clock: int | None) -> DecodeRow:
         shape, contender = inputs.shape, decode.contender
-        us_samples = [us / inputs.calls for us in samples]
+        us_samples = [us / decode.calls for us in samples]
         us = statistics.median(us_samples)
         return DecodeRow(
             kernel=contender.kernel,
@@ -149,13 +164,22 @@ class ShapeTiming:
             relative_l2=relative_l2,
             floor_us=round(inputs.kv_bytes / self.evidence.read_ceiling_GBps / 1e3, 3),
             caches=len(inputs.caches),
-            calls=inputs.calls,
+            calls=decode.calls,
             sm_clock_mhz=clock,
         )
 
     def _fail(self, kernel: str, partial_dtype: str | None, error: Exception) -> None:
         self.evidence.failures.append(Failure(kernel, self.shape.label, self.heads, self.page_size, partial_dtype, error_text(error)))
         print(f"{self.heads} heads, {self.shape.label}, {kernel} {partial_dtype or ''}: {error_text(error)}", flush=True)
+
+
+def us_of(call: Callable[[], None]) -> float:
+    """Microseconds of one call, its launch included."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e6
 
 
 def _device_is_alive() -> bool:

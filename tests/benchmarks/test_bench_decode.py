@@ -45,6 +45,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shape_timing, "capture", CallList)
     monkeypatch.setattr(shape_timing, "time_in_turn", replayed)
     monkeypatch.setattr(shape_timing, "sm_clock_mhz", lambda: 1980)
+    monkeypatch.setattr(shape_timing, "us_of", lambda call: 10.0)
     monkeypatch.setattr(decode_inputs, "num_caches", lambda cache_bytes: 2)
 
 
@@ -163,6 +164,21 @@ def test_an_error_beyond_the_contenders_own_bound_has_no_time() -> None:
     assert "allowed is 0.05" in error_of(own_output(1.06, 0.05, []))
 
 
+def test_a_slow_kernel_makes_fewer_calls_over_the_same_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for us, calls in ((10.0, 16), (400.0, 14), (1200.0, 6), (10_000.0, 2)):
+        monkeypatch.setattr(shape_timing, "us_of", lambda call, us=us: us)
+        row = row_of(torch_decode())
+        assert (row.calls, row.caches, row.us) == (calls, 2, round(160 / calls, 3))
+
+
+def test_a_kernel_that_leaves_requests_open_has_a_time_and_no_error() -> None:
+    def prepare(inputs: DecodeInputs) -> Call:
+        return lambda kv_cache, out: None
+
+    assert row_of(Contender("dense_mla+forward", "bf16", prepare, answers=lambda inputs: False)).relative_l2 is None
+    assert "nan" in error_of(Contender("dense_mla+forward", "bf16", prepare, answers=lambda inputs: True))
+
+
 def test_a_failing_peer_is_recorded_and_the_others_go_on() -> None:
     def broken(inputs: DecodeInputs) -> Call:
         raise RuntimeError("no such extension")
@@ -229,13 +245,32 @@ def test_defaults_are_the_eight_shapes_and_two_uneven_ones_in_both_dtypes_beside
 
 def test_the_most_important_shapes_come_first() -> None:
     args = parse_arguments(["--heads", "8,16,64,128", "--shapes", "mixed:4:100,1x4096,8x8192", "--also", "8:1x64q8"])
-    assert [(heads, shape.label) for heads, shape in ordered_work(args.heads, args.shapes, args.also)] == [
+    assert [(heads, shape.label) for heads, shape in ordered_work(args.heads, args.shapes, args.also, args.uneven_heads)] == [
         (16, "1x4096"), (16, "8x8192"),
+        (8, "1x64q8"),
         (64, "1x4096"), (64, "8x8192"), (128, "1x4096"), (128, "8x8192"),
-        (16, "mixed:4:100"), (8, "1x64q8"),
+        (16, "mixed:4:100"),
         (8, "1x4096"), (8, "8x8192"),
         (8, "mixed:4:100"), (64, "mixed:4:100"), (128, "mixed:4:100"),
     ]  # fmt: skip
+
+
+def test_uneven_batches_are_not_decoded_with_every_head_count_unless_asked_for() -> None:
+    args = parse_arguments(["--heads", "8,11,12,16,24,32,64,128"])
+    work = ordered_work(args.heads, args.shapes, args.also, args.uneven_heads)
+    assert len(work) == 8 * 8 + 4 + 3 * 2
+    assert [(heads, shape.label) for heads, shape in work[8:12]] == [(16, "1x32768q4"), (16, "32x4096q4"), (8, "1x65536"), (8, "1x65536q8")]
+    assert sorted({heads for heads, shape in work if not shape.is_uniform}) == [16, 64, 128]
+
+
+def test_other_heads_are_timed_beside_triton_mla_at_two_shapes_unless_it_was_asked_for() -> None:
+    def with_triton(*arguments: str, heads: int) -> list[str]:
+        args = parse_arguments(list(arguments))
+        return [shape.label for shape in args.shapes if "TRITON_MLA" in [contender.kernel for contender in contenders_of(args, heads, shape)]]
+
+    assert with_triton(heads=12) == with_triton("--kv-dtype", "fp8", heads=8) == ["1x4096", "32x4096"]
+    for found in (with_triton(heads=64), with_triton("--peers", "TRITON_MLA", heads=12), with_triton("--kernel", "sm80", heads=8)):
+        assert len(found) == 10
 
 
 @pytest.mark.parametrize(
@@ -246,7 +281,14 @@ def test_the_longer_capture_is_timed_beside_the_others(arguments: list[str], hea
     contenders = contenders_of(parse_arguments(arguments), heads, BatchShape.parse(shape))
     assert [contender.planned_for for contender in contenders if contender.kernel == "dense_mla+planned"] == planned
     assert contenders[0].kernel == "dense_mla" and contenders[-1].kernel == "TRITON_MLA"
-    assert [contender.kernel for contender in contenders].count("dense_mla+invariant") == (heads == 16)
+    for extra in ("dense_mla+invariant", "dense_mla+forward"):
+        assert [contender.kernel for contender in contenders].count(extra) == (heads == 16)
+
+
+def test_the_forward_alone_is_timed_where_the_price_of_the_merge_is_asked_for() -> None:
+    args = parse_arguments([])
+    for label, count in (("8x8192", 1), ("mixed:4:100", 0), ("8x8192q4", 0)):
+        assert [contender.kernel for contender in contenders_of(args, 16, BatchShape.parse(label))].count("dense_mla+forward") == count
 
 
 def test_several_query_tokens_are_timed_beside_the_peers_that_take_them() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import decode_inputs
 from benchmarks.batch_shape import BatchShape
-from benchmarks.contenders import invariant_contender, our_contenders, peer_contenders, planned_contender, portable_contenders
+from benchmarks.contenders import forward_contender, invariant_contender, our_contenders, peer_contenders, planned_contender, portable_contenders
 from benchmarks.decode_inputs import DecodeInputs
 from benchmarks.peers import PEERS, b12x_is_installed
 
@@ -321,3 +321,29 @@ def test_dense_mla(kernel: str, schedules: int, limit: int, inputs: DecodeInputs
     assert calls[1]["max_seq_len"] == limit and calls[1]["block_table"].shape == (BATCH, limit // PAGE_SIZE)
     assert torch.equal(calls[1]["block_table"][:, : CONTEXT // PAGE_SIZE], inputs.block_table)
     assert calls[1]["workspace"].numel() == 2000 and calls[1]["workspace"].view(torch.float32).isnan().all()
+
+
+@pytest.mark.parametrize(("seq_lens", "answers"), [((CONTEXT, 100), False), ((60, 64), True)])
+def test_the_forward_alone_launches_no_merge(seq_lens: tuple[int, int], answers: bool, inputs: DecodeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real decoder around stand-ins for its compiled kernels: a request of 4,096 keys is split over 132 SMs, two of one tile are not."""
+    compiled = pytest.importorskip("dense_mla.compiled")
+    decoder_module = importlib.import_module("dense_mla.decoder")
+    launched: list[str] = []
+    kernels = compiled.CompiledKernels(*(lambda *_, name=name: launched.append(name) for name in ("schedule", "forward", "merge")), row_tiles=1)
+
+    def prepare(problem: Any, device: torch.device, *, max_requests: int, kernel: str | None) -> Any:
+        assert (problem.num_heads, kernel) == (HEADS, None)
+        return decoder_module.DenseMLADecoder(problem, device, max_requests, kernels)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(compiled, "prepared_kernels", lambda problem, device: kernels)
+    monkeypatch.setattr(decoder_module.DenseMLADecoder, "prepare", prepare)
+    monkeypatch.setattr(decoder_module, "ALIGNMENT", 16)  # the host's allocator gives no 256 bytes
+    shape = BatchShape("2 requests", seq_lens)
+    inputs = DecodeInputs(shape, inputs.q, inputs.caches, inputs.block_table, torch.tensor(seq_lens, dtype=torch.int32))
+    forward, whole = forward_contender("bf16"), our_contenders(["bf16"])[0]
+    for contender, expected in ((forward, ["schedule", "forward"]), (whole, ["schedule", "forward", "merge"])):
+        launched.clear()
+        contender.prepare(inputs)(inputs.caches[0], inputs.empty_outputs()[0])
+        assert launched == expected
+    assert forward.answers(inputs) is answers and whole.answers(inputs)

@@ -22,6 +22,7 @@ class Workspace:
 def test_a_captured_decode_keeps_what_its_graph_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph owns no memory: with the call gone, its workspace and schedule went to the next contender while the graph was still replayed."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(shape_timing, "us_of", lambda call: 10.0)
     monkeypatch.setattr(shape_timing, "capture", lambda calls: SimpleNamespace(replay=lambda: None))
     owned: list[weakref.ref[Workspace]] = []
 
