@@ -62,6 +62,7 @@ MODES: dict[tuple[str, str | None], tuple[tuple[str, ...], str]] = {
     ("bf16", None): (("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA"), "decode_h200.json"),
     ("fp8", None): (("FLASHMLA", "TRITON_MLA"), "decode_fp8_h200.json"),
     ("bf16", "sm80"): (("TRITON_MLA", "B12X"), "decode_sm80_on_h200.json"),
+    ("fp8", "sm80"): (("TRITON_MLA", "B12X"), "decode_sm80_fp8_on_h200.json"),
 }
 PLANNED_SHAPES = SPOT_SHAPES = ("1x4096", "32x4096")  # where a capture for a longer limit would show; where TRITON_MLA is timed at other heads
 

@@ -37,6 +37,7 @@ from benchmarks.variants import K3_PROMPT_TOKENS, NO_ATTENTION, PLAIN, PROMPT_TO
 REFERENCE = "TRITON_MLA"
 CHECKPOINTS: dict[str, type[TinyCheckpoint]] = {"deepseek": TinyCheckpoint, "k3": TinyK3Checkpoint}
 EVIDENCE_NAMES = {"deepseek": "serve_tiny_h200.json", "k3": "serve_k3_shape_h200.json"}
+VARIANTS_EVIDENCE_NAME = "serve_variants_h200.json"  # of the deepseek shape served in other ways
 PROMPTS = {"deepseek": PROMPT_TOKENS, "k3": K3_PROMPT_TOKENS}
 LOG_TAIL_LINES = 60
 
@@ -75,7 +76,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="runs at once without --parallel")
     parser.add_argument("--serve-arguments", type=str.split, default="", help="more arguments for vllm serve: --serve-arguments='--a b'")
     parser.add_argument("--time-limit-s", type=float, default=540, help="whatever still runs then is ended and recorded as failed")
-    parser.add_argument("--json", type=Path, help="evidence file, by default of the model's shape; the logs go beside it")
+    parser.add_argument("--json", type=Path, help="evidence file, by default of the model's shape or of the variants; the logs go beside it")
     parser.add_argument("--reuse", type=Path, help="an earlier evidence file with the runs that this call leaves out")
     parser.add_argument("--commit", help="commit of the source, where git is not there to ask")
     parser.add_argument("--dirty", choices=("yes", "no"), help="whether that source has uncommitted changes")
@@ -88,7 +89,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
     if args.model_shape == "k3" and args.layers != 2:
         parser.error(f"--layers must be 2 with --model-shape k3, got {args.layers}")
-    args.json = args.json or EVIDENCE_DIR / EVIDENCE_NAMES[args.model_shape]
+    in_other_ways = args.model_shape == "deepseek" and args.variants != [PLAIN]
+    args.json = args.json or EVIDENCE_DIR / (VARIANTS_EVIDENCE_NAME if in_other_ways else EVIDENCE_NAMES[args.model_shape])
     args.runs = planned_runs(args.parts, args.backends, args.partial_dtypes, args.variants, (PROMPTS[args.model_shape],))
     if not args.runs:
         parser.error(f"nothing to run: only {OURS} is served, and every backend runs offline")

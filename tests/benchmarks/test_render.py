@@ -31,6 +31,10 @@ def decode_rows() -> list[DecodeRow]:
         replace(ROW, shape="8x8192", us=25.0, GBps=3019.9, floor_us=20.0),
         replace(ROW, shape="8x8192", us=24.0, kernel="FLASHMLA", partial_dtype=None, floor_us=20.0),
         replace(ROW, kernel="dense_mla+invariant", shape="8x8192", us=27.5, floor_us=20.0),
+        replace(ROW, kernel="dense_mla+forward", us=5.6, relative_l2=None),
+        replace(ROW, kernel="dense_mla+forward", shape="8x8192", us=24.5, floor_us=20.0),
+        replace(ROW, shape="mixed:64:32768", us=400.0, floor_us=380.0),
+        replace(ROW, shape="mixed:64:32768", us=500.0, floor_us=380.0, kernel="FLASHMLA", partial_dtype=None),
         replace(ROW, shape="1x4096q8", query_len=8, us=9.1),
         replace(ROW, heads=128, us=9.0),
     ]
@@ -68,7 +72,7 @@ def test_the_documents_of_this_checkout_are_what_the_evidence_says() -> None:
 def test_without_evidence_nothing_is_claimed(project: Path) -> None:
     files = written(project)
     assert set(files) == {"README.md", "docs/benchmarks.md"}
-    assert files["docs/benchmarks.md"].count(render.NOTHING) == 1 + len(render.SECTIONS)
+    assert files["docs/benchmarks.md"].count(render.NOTHING) == len(render.DECODE_SECTIONS) + len(render.SECTIONS)
     assert f"{render.START}{render.NOTHING}\n{render.END}" in files["README.md"]
 
 
@@ -80,11 +84,16 @@ def test_decode_evidence_becomes_block_page_and_chart(project: Path) -> None:
     assert "| 1x4096 | 7.0 | 14.0 (FLASH_ATTN_MLA) | 2.00 x | 15% |" in readme
     assert "| 8x8192 | 25.0 | 24.0 (FLASHMLA) | 0.96 x | 80% |" in readme
     assert render.NOTHING not in readme and readme.startswith("# x\n") and readme.endswith("\n\n## Next\n")
-    assert "- Faster than the fastest peer in 1 of 2 cases: not in 8x8192 at 16 heads (0.96)." in page
-    assert "- FP32 partials cost +2.0% over BF16 at most, in 1x4096 at 16 heads." in page
-    assert "- Captured for requests of 1,048,576 keys, 1x4096 takes 1.030 of the time of a capture of its own." in page
-    assert "| 1x4096 | 1.1 | 7.0 | 7.1 | 7.2 | 21.0 | 14.0 | - | 2.00 | 15% | 1980 |" in page
-    assert "- Batch-invariant, 8x8192 takes 1.100 of the time of the balanced schedule." in page
+    assert "- Faster than the fastest peer in 2 of 3 cases: not in 8x8192 at 16 heads (0.96)." in page
+    assert "- FP32 partials take from 1.020 (1x4096, 16 heads) to 1.020 (1x4096, 16 heads) of the time of BF16 partials." in page
+    assert "| requests x keys | floor | dense_mla bf16 | dense_mla fp32 | FLASHMLA | FLASH_ATTN_MLA | FP32 / BF16 partials |" in page
+    assert "| 1x4096 | 1.1 | 7.0 | 7.1 | 21.0 | 14.0 | 1.020 | 2.00 | 6.67 | 1980 |" in page
+    assert "| 8x8192 | 20.0 | 25.0 | - | 24.0 | - | - | 0.96 | 1.25 | 1980 |" in page
+    assert "### The price of batch invariance" in page and "| 16 | 8x8192 | 25.0 | 27.5 | 1.100 |" in page
+    assert "### Captured for longer requests" in page and "| 16 | 1x4096 | 1,048,576 keys | 7.0 | 7.2 | 1.030 |" in page
+    assert "### The merge's share" in page
+    assert "| 16 | 1x4096 | yes | 7.0 | 5.6 | 1.4 | 20% |" in page and "| 16 | 8x8192 | no | 25.0 | 24.5 | 0.5 | 2% |" in page
+    assert "### Uneven batches" in page and "| 16 | mixed:64:32768 | 400.0 | 95% | 500.0 (FLASHMLA) | 76% |" in page
     assert "- 8 query tokens of 16 heads at 1x4096 take 1.30 of the time of 1." in page and "1x4096q8" not in readme
     assert "### 128 heads" in page and "- Not run: 8 heads, 1x4096." in page
     assert "- TRITON_MLA has no time at 16 heads, 1x4096: RuntimeError: a   b" in page
@@ -93,8 +102,42 @@ def test_decode_evidence_becomes_block_page_and_chart(project: Path) -> None:
     assert titles[1:] == [
         "dense_mla, 1x4096: 674 GB/s, 7.0 us", "FLASHMLA, 1x4096: 225 GB/s, 21.0 us", "FLASH_ATTN_MLA, 1x4096: 337 GB/s, 14.0 us",
         "dense_mla, 8x8192: 3020 GB/s, 25.0 us", "FLASHMLA, 8x8192: 674 GB/s, 24.0 us",
+        "dense_mla, mixed:64:32768: 674 GB/s, 400.0 us", "FLASHMLA, mixed:64:32768: 674 GB/s, 500.0 us",
     ]  # fmt: skip
     assert "read ceiling 4543 GB/s" in chart
+
+
+def test_errors_stand_beside_the_times_of_an_fp8_cache(project: Path) -> None:
+    fp8 = replace(ROW, kv_dtype="fp8_e4m3", relative_l2=0.0021)
+    rows = [fp8, replace(fp8, kernel="FLASHMLA", partial_dtype=None, us=12.0, relative_l2=0.0606), replace(fp8, kernel="dense_mla+invariant", us=8.0)]
+    save(project, render.DECODE_FP8, DecodeEvidence(FACTS, 4543.2, rows).to_json())
+    files = written(project)
+    readme, page = files["README.md"], files["docs/benchmarks.md"]
+    assert "| 1x4096 | 1.1 | 7.0 (0.2%) | 12.0 (6.1%) | - | 1.71 | 6.67 | 1980 |" in page and "relative L2 error" in page
+    assert "| 1x4096 | 7.0 (0.2%) | 12.0 (FLASHMLA, 6.1%) | 1.71 x | 15% |" in readme and "BF16 KV cache" not in readme
+    assert page.count(render.NOTHING) == len(render.DECODE_SECTIONS) + len(render.SECTIONS) - 1 and render.CHART not in files
+
+
+def test_both_caches_have_a_table_in_the_readme(project: Path) -> None:
+    save(project, render.DECODE, DecodeEvidence(FACTS, 4543.2, [ROW]).to_json())
+    save(project, render.DECODE_FP8, DecodeEvidence(FACTS, 4543.2, [replace(ROW, kv_dtype="fp8_e4m3", us=6.0)]).to_json())
+    readme = written(project)["README.md"]
+    assert "| 1x4096 | 7.0 | - | - | 15% |" in readme and "| 1x4096 | 6.0 (0.2%) | - | - | 18% |" in readme
+    assert "](docs/evidence/decode_fp8_h200.json)" in readme and readme.count("docs/benchmarks.md") == 2  # one link, its name and its address
+
+
+def test_the_portable_kernel_is_ours_in_its_own_section(project: Path) -> None:
+    ours = replace(ROW, kernel="dense_mla+sm80", us=10.0)
+    rows = [ours, replace(ours, partial_dtype="fp32", us=9.5), replace(ROW, kernel="B12X", partial_dtype=None, us=15.0)]
+    for name, kv_dtype in (("decode_sm80_on_h200.json", "bf16"), ("decode_sm80_fp8_on_h200.json", "fp8_e4m3")):
+        content = DecodeEvidence(FACTS, 4543.2, [replace(row, kv_dtype=kv_dtype) for row in rows])
+        save(project, f"docs/evidence/{name}", content.to_json())
+    files = written(project)
+    page = files["docs/benchmarks.md"]
+    assert "| 1x4096 | 1.1 | 10.0 | 9.5 | 15.0 | 0.950 | 1.50 | 9.52 | 1980 |" in page
+    assert "| 1x4096 | 1.1 | 10.0 (0.2%) | 9.5 (0.2%) | 15.0 (0.2%) | 0.950 | 1.50 | 9.52 | 1980 |" in page
+    assert page.count("- Faster than the fastest peer in 1 of 1 cases.") == 2
+    assert f"{render.START}{render.NOTHING}\n{render.END}" in files["README.md"]  # the kernel that a Hopper GPU does not run by itself
 
 
 def test_uncommitted_changes_are_said(project: Path) -> None:
@@ -136,7 +179,7 @@ def test_serving_evidence_becomes_sections(project: Path) -> None:
     assert "Failed: RuntimeError: dead" in page
     assert "| offline_dense_mla_bf16 | offline_triton_mla | 1 of 2 | 0.200 |" in page and "Not passed." in page
     assert "these many stay the same: 0, 2." in page and "compared with nobody: offline_dense_mla_bf16_heads96." in page
-    assert page.count(render.NOTHING) == 2  # the decode timing and the other served model
+    assert page.count(render.NOTHING) == len(render.DECODE_SECTIONS) + 2  # the other served model, and the other ways to serve
 
 
 def test_what_the_load_test_writes_can_be_rendered(project: Path) -> None:
@@ -153,7 +196,7 @@ def test_what_the_load_test_writes_can_be_rendered(project: Path) -> None:
 
 def test_evidence_lies_where_the_scripts_write_it() -> None:
     assert evidence_module.EVIDENCE_DIR == ROOT / "docs" / "evidence"
-    names = [render.DECODE, *(name for _, name, _ in render.SECTIONS)]
+    names = [name for _, name, *_ in (*render.DECODE_SECTIONS, *render.SECTIONS)]
     scripts = [*(ROOT / "kernels" / "benchmarks").glob("*.py")]
     for name in names:
         assert any(Path(name).name in script.read_text() for script in scripts if script.name != "render.py"), f"no script writes {name}"
