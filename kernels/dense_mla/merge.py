@@ -165,14 +165,12 @@ class Merge:
         blocks: Int32,
     ) -> Int32:
         """The split requests from `base` on, one a thread, behind `blocks` blocks; all blocks with these."""
-        first_word, index = HEADER_WORDS + num_ranges * RANGE_WORDS, base + thread
-        # Also what lies past the count, and is then not used: a load that waited for the count would take twice as long.
-        readable = cutlass.min(index, (mSchedule.shape[0] - first_word) // SPLIT_WORDS - 1)
-        split = cute.make_rmem_tensor((SPLIT_WORDS,), Int32)
-        for i in cutlass.range_constexpr(SPLIT_WORDS):
-            split[i] = cute.arch.load(mSchedule.iterator + (first_word + readable * SPLIT_WORDS + i), Int32, cop="cg")
-        needed = Int32(0)
+        words = mSchedule.iterator + HEADER_WORDS + num_ranges * RANGE_WORDS
+        index, needed = base + thread, Int32(0)
         if index < count:
+            # Only what there is: a few lines that every thread of the GPU asks for are the slowest of all loads.
+            split = cute.make_rmem_tensor((SPLIT_WORDS,), Int32)
+            cute.autovec_copy(cute.make_tensor((words + index * SPLIT_WORDS).align(16), cute.make_layout((SPLIT_WORDS,))), split)
             cute.autovec_copy(split, sSplits[None, index])
             needed = ((Int32(self.rows * ROW_VECTORS) << self.strands_log2(split[2])) + THREADS - 1) // THREADS
         before, added = block_scan(needed, sWarpSums, thread, WARPS)

@@ -15,6 +15,7 @@ from .torch_types import cutlass_dtype
 
 CHUNK = 64  # columns of K that one barrier and one swizzled TMA box cover: 128 bytes
 CHUNKS = HEAD_DIM_QK // CHUNK
+PRODUCER_WARPS = 2  # of K, and of Q
 
 
 def k_major(dtype: Any, rows: int, columns: int, stages: int | None = None) -> Any:
@@ -63,9 +64,10 @@ class RequestWalk:
         words are in the L2. Past it, in an L1, lines of an older schedule might be left.
         """
         words = cute.make_rmem_tensor((RANGE_WORDS,), Int32)
-        memory = self.range_words(mSchedule, range_index)
-        for i in cutlass.range_constexpr(RANGE_WORDS):
-            words[i] = cute.arch.load(memory.iterator + i, Int32, cop="cg")
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < PRODUCER_WARPS:
+            memory = self.range_words(mSchedule, range_index)
+            for i in cutlass.range_constexpr(RANGE_WORDS):
+                words[i] = cute.arch.load(memory.iterator + i, Int32, cop="cg")
         return words
 
     @cute.jit
