@@ -55,6 +55,7 @@ class Agreement:
     Attributes:
         agreeing: tokens before the first difference, of `tokens`.
         logprob_gap: largest difference of the logprobs of those.
+        logprob_rms: root mean square of the differences: the largest of 300 is a matter of chance.
         lead: at the first difference, by how much either side preferred its token to the other's; `None` without one.
     """
 
@@ -62,6 +63,7 @@ class Agreement:
     tokens: int
     agreeing: int
     logprob_gap: float
+    logprob_rms: float
     lead: float | None
 
     @classmethod
@@ -76,10 +78,11 @@ class Agreement:
         agreeing = next((i for i, (a, b) in enumerate(zip(left.ids, right.ids)) if a != b), len(left.ids))
         gaps = [abs(a - b) for a, b in zip(left.logprobs[:agreeing], right.logprobs[:agreeing])]
         gap = math.nan if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
+        rms = math.sqrt(math.fsum(gap * gap for gap in gaps) / agreeing) if agreeing else 0.0
         lead = None
         if agreeing < len(left.ids):
             lead = max(left.lead_over(right.ids[agreeing], agreeing), right.lead_over(left.ids[agreeing], agreeing))
-        return cls(left.prompt_tokens, len(left.ids), agreeing, gap, lead)
+        return cls(left.prompt_tokens, len(left.ids), agreeing, gap, rms, lead)
 
     def within(self, bar: float = LOGPROB_BAR) -> bool:
         """The logprobs agree within `bar` as long as the tokens do, and the tokens part only where noise of that size can part them.
@@ -95,10 +98,24 @@ class Agreement:
             "tokens": self.tokens,
             "agreeing": self.agreeing,
             "logprob_gap": _finite(self.logprob_gap),
+            "logprob_rms": _finite(self.logprob_rms),
             "lead_at_difference": _finite(self.lead),
             "near_tie": None if self.lead is None else self.lead <= 2 * LOGPROB_BAR,
             "within_bar": self.within(),
         }
+
+
+def over_all(agreements: Sequence[Agreement]) -> dict[str, Any]:
+    """Of several prompts together: tokens, how many agree, and the largest and the root mean square of the logprob differences of those."""
+    agreeing = sum(agreement.agreeing for agreement in agreements)
+    gaps = [agreement.logprob_gap for agreement in agreements]
+    squares = math.fsum(agreement.logprob_rms**2 * agreement.agreeing for agreement in agreements)
+    return {
+        "tokens": sum(agreement.tokens for agreement in agreements),
+        "agreeing": agreeing,
+        "logprob_gap": None if any(map(math.isnan, gaps)) else _finite(max(gaps, default=0.0)),
+        "logprob_rms": _finite(math.sqrt(squares / agreeing) if agreeing else 0.0),
+    }
 
 
 def _finite(value: float | None) -> float | None:

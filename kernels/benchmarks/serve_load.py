@@ -31,9 +31,11 @@ from benchmarks.evidence import EVIDENCE_DIR, collect_facts, error_text, write_j
 from benchmarks.gpu_memory import MemoryWatch, growth_mib
 from benchmarks.request_mix import LoadRequest, load_requests, sample_requests
 from benchmarks.served_run import (
+    COMPILATIONS,
     ENGINE_OPTIONS,
     OURS,
     PARTIAL_DTYPE_VARIABLE,
+    UNCOMPILED,
     answer_of,
     check_plugin,
     completion_body,
@@ -97,7 +99,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def server_command(args: argparse.Namespace, checkpoint: Path, port: int) -> list[str]:
     """The server under test: prefix cache on, and a KV cache of `--kv-blocks` blocks."""
-    options = ENGINE_OPTIONS | {"max_num_seqs": 64, "enable_prefix_caching": True, "block_size": 64, "num_gpu_blocks_override": args.kv_blocks}
+    options = ENGINE_OPTIONS | COMPILATIONS[UNCOMPILED]
+    options |= {"max_num_seqs": 64, "enable_prefix_caching": True, "block_size": 64, "num_gpu_blocks_override": args.kv_blocks}
     options |= {"jit_monitor_mode": args.jit_monitor_mode}
     arguments = server_arguments(OURS, port, options)
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), *arguments, *args.serve_arguments]

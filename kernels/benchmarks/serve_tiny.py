@@ -4,10 +4,12 @@
     python kernels/benchmarks/serve_tiny.py --model-shape k3 --variants plain,no_attention,heads96,heads48,heads24,heads6 --parallel
 
 Greedy answers with full CUDA graphs to prompts from 1 to 4,000 tokens, from vLLM's offline engine and from `vllm serve` over HTTP (an engine in
-a spawned process), in both partial dtypes. `--variants` (variants.py) serve it with speculative decoding, a prefix cache, an FP8 cache, other head
-counts; each is compared with TRITON_MLA served the same way. The plugin must be installed: vLLM finds it by its entry point. Parts can be run one by
-one; `--reuse` takes the other runs from an earlier file. Exit status: 0 if every run answered and every comparison is within the bar, else 1;
-2 if nothing could start.
+a spawned process), in both partial dtypes, with the compilation that vLLM does by itself (`--compilation`). FLASHMLA's answers stand beside: how
+far two of vLLM's own backends are apart is the measure. `--variants` (variants.py) serve the model with speculative decoding, a prefix cache, an
+FP8 cache, other head counts; each is compared with TRITON_MLA served the same way. The plugin must be installed: vLLM finds it by its entry point.
+Parts can be run one by one; `--reuse` takes the other runs from an earlier file.
+
+Exit status: 0 if every run answered and every comparison is within the bar, else 1; 2 if nothing could start.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks of this checkout
 
-from benchmarks.answers import LOGPROB_BAR, MAX_TOKENS, Agreement
+from benchmarks.answers import LOGPROB_BAR, MAX_TOKENS, Agreement, over_all
 from benchmarks.engine_process import EngineProcess, sigterm_raises
 from benchmarks.evidence import EVIDENCE_DIR, RunFacts, collect_facts, write_json
-from benchmarks.served_run import OURS, RunRecord, ServedRun, check_plugin, execute
+from benchmarks.served_run import COMPILATIONS, OURS, UNCOMPILED, VLLMS_OWN, RunRecord, ServedRun, check_plugin, execute
 from benchmarks.tiny_checkpoint import TinyCheckpoint
 from benchmarks.tiny_k3_checkpoint import TinyK3Checkpoint
 from benchmarks.variants import K3_PROMPT_TOKENS, NO_ATTENTION, PLAIN, PROMPT_TOKENS, VARIANTS
 
-REFERENCE = "TRITON_MLA"
+REFERENCE, PEER = "TRITON_MLA", "FLASHMLA"
 CHECKPOINTS: dict[str, type[TinyCheckpoint]] = {"deepseek": TinyCheckpoint, "k3": TinyK3Checkpoint}
 EVIDENCE_NAMES = {"deepseek": "serve_tiny_h200.json", "k3": "serve_k3_shape_h200.json"}
 VARIANTS_EVIDENCE_NAME = "serve_variants_h200.json"  # of the deepseek shape served in other ways
@@ -56,8 +58,8 @@ def main() -> int:
         for record in ended:
             records[record.name] = record
             print(f"{record.name}: {record.error or 'answered'} in {record.seconds} s", flush=True)
-            write_json(args.json, evidence_of(facts, args.model_shape, records))
-    content = evidence_of(facts, args.model_shape, records)
+            write_json(args.json, evidence_of(facts, args.model_shape, records, args.compilation))
+    content = evidence_of(facts, args.model_shape, records, args.compilation)
     write_json(args.json, content)
     report(content, args.json.parent)
     return 0 if content["passed"] else 1
@@ -68,8 +70,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model-shape", choices=CHECKPOINTS, default="deepseek", help="k3: one KDA layer and one MLA layer, as Kimi-K3 has them")
     parser.add_argument("--variants", type=_words, default=PLAIN, help=f"of {', '.join(VARIANTS)}; only {PLAIN} is also served over HTTP")
     parser.add_argument("--parts", type=_words, default="offline,serve", help="offline, serve or both")
-    parser.add_argument("--backends", type=_words, default=f"{REFERENCE},{OURS}", help=f"offline, each; served, {OURS} alone")
+    parser.add_argument("--backends", type=_words, help=f"offline, each; served, {OURS} alone; by default {REFERENCE}, {OURS} and where plain {PEER}")
     parser.add_argument("--partial-dtypes", type=_words, default="bf16,fp32")
+    parser.add_argument(
+        "--compilation", choices=COMPILATIONS, help=f"{VLLMS_OWN}: vLLM's own; {UNCOMPILED}: starts sooner, the default of k3 and of variants"
+    )
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--parallel", action="store_true", help="all runs at once on the one GPU")
@@ -81,17 +86,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="commit of the source, where git is not there to ask")
     parser.add_argument("--dirty", choices=("yes", "no"), help="whether that source has uncommitted changes")
     args = parser.parse_args(argv)
-    if unknown := set(args.parts) - {"offline", "serve"}:
-        parser.error(f"--parts must be offline, serve or both, got {', '.join(sorted(unknown))}")
+    if unknown := [part for part in args.parts if part not in ("offline", "serve")]:
+        parser.error(f"--parts must be offline, serve or both, got {', '.join(unknown)}")
     if unknown := [name for name in args.variants if name not in VARIANTS]:
         parser.error(f"--variants must be of {', '.join(VARIANTS)}, got {', '.join(unknown)}")
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
     if args.model_shape == "k3" and args.layers != 2:
         parser.error(f"--layers must be 2 with --model-shape k3, got {args.layers}")
-    in_other_ways = args.model_shape == "deepseek" and args.variants != [PLAIN]
-    args.json = args.json or EVIDENCE_DIR / (VARIANTS_EVIDENCE_NAME if in_other_ways else EVIDENCE_NAMES[args.model_shape])
-    args.runs = planned_runs(args.parts, args.backends, args.partial_dtypes, args.variants, (PROMPTS[args.model_shape],))
+    deepseek, plain = args.model_shape == "deepseek", args.variants == [PLAIN]
+    args.json = args.json or EVIDENCE_DIR / (VARIANTS_EVIDENCE_NAME if deepseek and not plain else EVIDENCE_NAMES[args.model_shape])
+    args.compilation = args.compilation or (VLLMS_OWN if deepseek and plain else UNCOMPILED)
+    args.backends = args.backends or ([REFERENCE, PEER, OURS] if deepseek and plain else [REFERENCE, OURS])
+    rounds = (PROMPTS[args.model_shape],)
+    args.runs = planned_runs(args.parts, args.backends, args.partial_dtypes, args.variants, rounds, args.compilation)
     if not args.runs:
         parser.error(f"nothing to run: only {OURS} is served, and every backend runs offline")
     return args
@@ -103,20 +111,21 @@ def planned_runs(
     partial_dtypes: Sequence[str],
     variants: Sequence[str] = (PLAIN,),
     rounds: tuple[tuple[int, ...], ...] = (PROMPT_TOKENS,),
+    compilation: str = VLLMS_OWN,
 ) -> list[ServedRun]:
     """The runs that the options ask for: DENSE_MLA once a partial dtype."""
     runs: list[ServedRun] = []
     for name in variants if "offline" in parts else ():
         variant = VARIANTS[name]
         if not variant.attention:
-            runs.append(ServedRun("offline", REFERENCE, None, name, rounds))
+            runs.append(ServedRun("offline", REFERENCE, None, name, rounds, compilation))
         elif variant.only_ours:
-            runs += [ServedRun("offline", OURS, dtype, name, rounds) for dtype in partial_dtypes[:1] if OURS in backends]
+            runs += [ServedRun("offline", OURS, dtype, name, rounds, compilation) for dtype in partial_dtypes[:1] if OURS in backends]
         else:
             pairs = [(backend, dtype) for backend in backends for dtype in (partial_dtypes if backend == OURS else (None,))]
-            runs += [ServedRun("offline", backend, dtype, name, rounds) for backend, dtype in pairs]
+            runs += [ServedRun("offline", backend, dtype, name, rounds, compilation) for backend, dtype in pairs]
     if "serve" in parts and OURS in backends and PLAIN in variants:
-        runs += [ServedRun("serve", OURS, dtype, PLAIN, rounds) for dtype in partial_dtypes]
+        runs += [ServedRun("serve", OURS, dtype, PLAIN, rounds, compilation) for dtype in partial_dtypes]
     return runs
 
 
@@ -158,7 +167,7 @@ def earlier_records(path: Path | None) -> dict[str, RunRecord]:
     return {run["name"]: RunRecord.from_json(run) for run in json.loads(path.read_text())["runs"]}
 
 
-def evidence_of(facts: RunFacts, model_shape: str, records: dict[str, RunRecord]) -> dict[str, Any]:
+def evidence_of(facts: RunFacts, model_shape: str, records: dict[str, RunRecord], compilation: str = VLLMS_OWN) -> dict[str, Any]:
     """The whole evidence object. It passes if every run answered, DENSE_MLA's among them, every comparison of a DENSE_MLA run exists and is within
     the bar, and no prompt is answered alike without attention."""
     comparisons = [comparison for record in records.values() for comparison in comparisons_of(record, records)]
@@ -167,6 +176,7 @@ def evidence_of(facts: RunFacts, model_shape: str, records: dict[str, RunRecord]
     answered = any(record.backend == OURS for record in records.values()) and not any(record.error for record in records.values())
     return asdict(facts) | {
         "model_shape": model_shape,
+        "compilation": compilation,
         "bars": {"logprob_gap": LOGPROB_BAR, "lead_at_difference": 2 * LOGPROB_BAR},
         "prompt_tokens": list(PROMPTS[model_shape]),
         "max_tokens": MAX_TOKENS,
@@ -216,6 +226,7 @@ def compared(record: RunRecord, other_name: str, other: RunRecord | None) -> dic
     return named | {
         "within_bar": all(agreement.within() for agreement in agreements),
         "ids_equal": all(left.ids == right.ids for left, right in zip(record.answers, other.answers)),
+        **over_all(agreements),
         "prompts": [agreement.to_json() for agreement in agreements],
     }
 
@@ -224,10 +235,12 @@ def report(content: dict[str, Any], folder: Path) -> None:
     """Comparisons as text, then the log of every run that failed."""
     for comparison in content["comparisons"]:
         verdict = "within the bar" if comparison["within_bar"] else comparison.get("error", "NOT WITHIN THE BAR")
-        print(f"\n{comparison['run']} against {comparison['with']}: {verdict}")
+        apart = f", logprobs {comparison['logprob_rms']} apart (rms), {comparison['logprob_gap']} at most" if comparison["prompts"] else ""
+        print(f"\n{comparison['run']} against {comparison['with']}: {verdict}{apart}")
         for prompt in comparison["prompts"]:
             lead = "" if prompt["near_tie"] is None else f", lead at the difference {prompt['lead_at_difference']}"
-            print(f"  prompt {prompt['prompt_tokens']:5d}: {prompt['agreeing']:3d} of {prompt['tokens']} tokens, gap {prompt['logprob_gap']}{lead}")
+            apart = f"gap {prompt['logprob_gap']}, rms {prompt['logprob_rms']}{lead}"
+            print(f"  prompt {prompt['prompt_tokens']:5d}: {prompt['agreeing']:3d} of {prompt['tokens']} tokens, {apart}")
     if content["control"]:
         agreeing = [prompt["agreeing"] for prompt in content["control"]["prompts"]]
         print(f"\nwithout attention, tokens of each answer that stay: {agreeing} of {MAX_TOKENS}")

@@ -51,12 +51,17 @@ def load_section(evidence: dict[str, Any]) -> list[str]:
 
 
 def served_section(evidence: dict[str, Any]) -> list[str]:
-    """A line a comparison."""
-    lines = ["| run | with | prompts within the bar | largest logprob gap |", "| --- | --- | --- | --- |"]
-    for item in evidence["comparisons"]:
-        prompts = item["prompts"]
-        gap = max((prompt["logprob_gap"] or 0.0 for prompt in prompts), default=0.0)
-        lines.append(f"| {item['run']} | {item['with']} | {sum(prompt['within_bar'] for prompt in prompts)} of {len(prompts)} | {gap:.3f} |")
+    """A line a comparison: ours and the peers' with the reference alike."""
+    compiled = {"vllm": "vLLM's own", "none": "none, full graphs of decode steps"}.get(evidence.get("compilation", ""))
+    lines = [
+        *([f"Compilation: {compiled}.", ""] if compiled else []),
+        "Differences of the logprobs of the tokens before the first that differs. The largest of some hundred is a matter of chance, their root mean "
+        "square (rms) is less so.",
+        "",
+        "| run | with | prompts within the bar | tokens that agree | rms of the differences | largest difference |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [_comparison_line(item) for item in evidence["comparisons"]]
     if control := evidence.get("control"):
         agreeing = ", ".join(str(prompt["agreeing"]) for prompt in control["prompts"])
         lines += ["", f"Without attention, of {evidence['max_tokens']} tokens of each answer these many stay the same: {agreeing}."]
@@ -68,3 +73,12 @@ def served_section(evidence: dict[str, Any]) -> list[str]:
     lines += ["", f"Answered, compared with nobody: {', '.join(alone)}."] if alone else []
     lines += [f"- {run['name']} failed: {run['error']}" for run in evidence["runs"] if run["error"]]
     return [*lines, "", "Passed." if evidence["passed"] else "Not passed."]
+
+
+def _comparison_line(item: dict[str, Any]) -> str:
+    prompts = item["prompts"]
+    gap = max((prompt["logprob_gap"] or 0.0 for prompt in prompts), default=0.0)
+    within = f"{sum(prompt['within_bar'] for prompt in prompts)} of {len(prompts)}"
+    agreeing = f"{item['agreeing']} of {item['tokens']}" if "agreeing" in item else "-"
+    rms = item.get("logprob_rms")
+    return f"| {item['run']} | {item['with']} | {within} | {agreeing} | {'-' if rms is None else f'{rms:.4f}'} | {gap:.3f} |"

@@ -34,19 +34,26 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "enable_prefix_caching": False,
     "gpu_memory_utilization": 0.1,
     "kv_cache_memory_bytes": 2**30,
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+# What vLLM does by itself, which is torch.compile with full graphs of decode steps and piecewise ones of the others; or no compilation, and full
+# graphs of decode steps alone: it starts sooner.
+VLLMS_OWN, UNCOMPILED = "vllm", "none"
+COMPILATIONS: dict[str, dict[str, Any]] = {
+    VLLMS_OWN: {},
+    UNCOMPILED: {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
 }
 
 
 @dataclass(frozen=True)
 class ServedRun:
-    """What to start. `own_rounds` are the lengths of the prompts where the variant has none of its own."""
+    """What to start. `own_rounds` are the lengths of the prompts where the variant has none of its own, `compilation` is a key of `COMPILATIONS`."""
 
     path: Literal["offline", "serve"]
     backend: str
     partial_dtype: str | None = None
     variant_name: str = PLAIN
     own_rounds: tuple[tuple[int, ...], ...] = (PROMPT_TOKENS,)
+    compilation: str = VLLMS_OWN
 
     @property
     def name(self) -> str:
@@ -67,7 +74,7 @@ class ServedRun:
     @property
     def options(self) -> dict[str, Any]:
         """Engine options."""
-        return ENGINE_OPTIONS | dict(self.variant.options)
+        return ENGINE_OPTIONS | COMPILATIONS[self.compilation] | dict(self.variant.options)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -114,7 +121,7 @@ class RunRecord:
 def server_arguments(backend: str, port: int, options: Mapping[str, Any] = ENGINE_OPTIONS) -> list[str]:
     """Arguments of `vllm serve` after the model: the options of the offline engine, strict about the environment, on loopback."""
     options = dict(options)
-    compilation = options.pop("compilation_config")
+    compilation = options.pop("compilation_config", {})
     arguments = ["--attention-backend", backend, "--fail-on-environ-validation", "--served-model-name", MODEL_NAME]
     arguments += ["--host", "127.0.0.1", "--port", str(port), *(f"-cc.{name}={value}" for name, value in compilation.items())]
     for name, value in options.items():
@@ -152,6 +159,8 @@ def execute(
         # Without this line the answers could be another backend's.
         if not names_backend(process.log_lines(), run.backend):
             raise RuntimeError(f"the log does not say that {run.backend} was used")
+        if run.backend == OURS and run.variant_name == PLAIN and not names_full_graphs(process.log_lines()):
+            raise RuntimeError("the log does not say that full CUDA graphs were captured")
     except Exception as error:  # the other runs go on; this one's record says what happened
         record.error = error_text(error)
     finally:
@@ -200,6 +209,11 @@ def recorded_child(command: list[str], environment: Mapping[str, str], checkpoin
 def names_backend(log_lines: Sequence[str], backend: str) -> bool:
     """Whether vLLM's log says that it used this attention backend."""
     return any(re.search(rf"Using \S*\b{backend}\b.* backend", line) for line in log_lines)
+
+
+def names_full_graphs(log_lines: Sequence[str]) -> bool:
+    """Whether vLLM's log says that it captured full CUDA graphs."""
+    return any(re.search(r"Capturing CUDA graphs \(.*FULL\)", line) for line in log_lines)
 
 
 def check_plugin(backends: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks.answers import Agreement, Answer
+from benchmarks.answers import Agreement, Answer, over_all
 from benchmarks.variants import PROMPT_TOKENS, VARIANTS, prompts
 
 
@@ -21,6 +21,24 @@ def test_equal_ids_within_the_bar() -> None:
     assert (agreement.agreeing, agreement.tokens, agreement.lead) == (3, 3, None)
     assert agreement.logprob_gap == pytest.approx(0.08)
     assert agreement.within(0.1) and not agreement.within(0.07)
+
+
+def test_rms_is_over_the_tokens_that_agree() -> None:
+    first = Agreement.of(LEFT, answer((5, 6, 7), (-0.55, -0.6, -0.62)))
+    assert first.logprob_rms == pytest.approx(math.sqrt((0.05**2 + 0.08**2) / 3))
+    second = Agreement.of(LEFT, answer((5, 8, 7), (-0.6, -0.9, -0.9)))  # one token agrees, 0.1 apart
+    assert (second.agreeing, second.logprob_rms) == (1, pytest.approx(0.1))
+    both = over_all([first, second])
+    assert (both["tokens"], both["agreeing"]) == (6, 4)
+    assert both["logprob_gap"] == pytest.approx(0.1)
+    assert both["logprob_rms"] == pytest.approx(math.sqrt((0.05**2 + 0.08**2 + 0.1**2) / 4), abs=1e-5)
+
+
+def test_nothing_is_measured_where_no_token_agrees_or_a_logprob_is_nan() -> None:
+    none = Agreement.of(LEFT, answer((8, 6, 7), (-0.5, -0.6, -0.7)))
+    assert over_all([none]) == {"tokens": 3, "agreeing": 0, "logprob_gap": 0.0, "logprob_rms": 0.0}
+    nan = over_all([none, Agreement.of(LEFT, answer((5, 6, 7), (-0.5, math.nan, -0.7)))])
+    assert (nan["logprob_gap"], nan["logprob_rms"]) == (None, None)
 
 
 def test_gap_counts_only_while_ids_agree() -> None:

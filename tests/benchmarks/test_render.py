@@ -169,15 +169,18 @@ def test_serving_evidence_becomes_sections(project: Path) -> None:
     save(project, "docs/evidence/serve_load_h200.json", facts | {"unmet": ["RuntimeError: dead"], "passed": False})
     prompts = [{"logprob_gap": 0.03, "within_bar": True}, {"logprob_gap": 0.2, "within_bar": False}]
     comparison = {"run": "offline_dense_mla_bf16", "with": "offline_triton_mla", "prompts": prompts}
+    peer = {"run": "offline_flashmla", "with": "offline_triton_mla", "prompts": prompts[:1], "tokens": 48, "agreeing": 40, "logprob_rms": 0.0123}
     runs = [{"name": name, "error": None} for name in ("offline_dense_mla_bf16", "offline_triton_mla", "offline_dense_mla_bf16_heads96")]
     control = {"prompts": [{"agreeing": 0}, {"agreeing": 2}]}
-    served = {"comparisons": [comparison], "control": control, "max_tokens": 48, "runs": runs, "passed": False}
+    served = {"comparisons": [comparison, peer], "compilation": "none", "control": control, "max_tokens": 48, "runs": runs, "passed": False}
     save(project, "docs/evidence/serve_k3_shape_h200.json", facts | served)
     page = written(project)["docs/benchmarks.md"]
     assert "| DENSE_MLA | tensor | 8 | 20.0 | 30.0 | 50.5 |" in page and "takes 0.800 of the time of FLASHMLA" in page
     assert "| 8 | 1024 | 1234 |" in page and "- throughput_flashmla failed: TimeoutError: slow" in page
     assert "Failed: RuntimeError: dead" in page
-    assert "| offline_dense_mla_bf16 | offline_triton_mla | 1 of 2 | 0.200 |" in page and "Not passed." in page
+    assert "| offline_dense_mla_bf16 | offline_triton_mla | 1 of 2 | - | - | 0.200 |" in page and "Not passed." in page
+    assert "Compilation: none, full graphs of decode steps." in page
+    assert "| offline_flashmla | offline_triton_mla | 1 of 1 | 40 of 48 | 0.0123 | 0.030 |" in page
     assert "these many stay the same: 0, 2." in page and "compared with nobody: offline_dense_mla_bf16_heads96." in page
     assert page.count(render.NOTHING) == len(render.DECODE_SECTIONS) + 2  # the other served model, and the other ways to serve
 

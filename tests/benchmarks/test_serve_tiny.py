@@ -16,7 +16,7 @@ from benchmarks.answers import Answer
 from benchmarks.engine_process import EngineProcess
 from benchmarks.evidence import RunFacts
 from benchmarks.serve_tiny import evidence_of, executed, parse_arguments, planned_runs
-from benchmarks.served_run import ENGINE_OPTIONS, RunRecord, ServedRun, execute, recorded_child, server_arguments
+from benchmarks.served_run import COMPILATIONS, RunRecord, ServedRun, execute, recorded_child, server_arguments
 from benchmarks.tiny_checkpoint import TinyCheckpoint
 from benchmarks.variants import K3_PROMPT_TOKENS, LONG_PROMPT_TOKENS, PROMPT_TOKENS, VARIANTS
 
@@ -27,6 +27,7 @@ FAKE_SERVER = """
 import json, os, signal, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 print("Using AttentionBackendEnum.DENSE_MLA backend.", flush=True)
+print("Capturing CUDA graphs (FULL):   0%|          | 0/5", flush=True)
 print("partial dtype", os.environ["VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"], "for DENSE_MLA", flush=True)
 ready = time.monotonic() + 0.7
 class Handler(BaseHTTPRequestHandler):
@@ -130,6 +131,16 @@ def test_runs_go_side_by_side_into_one_passing_evidence(fake_vllm: None, tmp_pat
     assert len(list((tmp_path / "evidence").glob("tiny_*.log"))) == 3
     records |= {name: record(name, answers()) for name in ("offline_dense_mla_bf16", "offline_dense_mla_fp32")}
     assert evidence_of(FACTS, "deepseek", records)["passed"]
+
+
+def test_a_comparison_says_how_far_the_logprobs_are_apart() -> None:
+    names = ("offline_triton_mla", "offline_flashmla", "offline_dense_mla_bf16")
+    records = {name: record(name, answers(logprob)) for name, logprob in zip(names, (-0.25, -0.28, -0.30))}
+    found = {(item["run"], item["with"]): item for item in evidence_of(FACTS, "deepseek", records)["comparisons"]}
+    for run, apart in (("offline_flashmla", 0.03), ("offline_dense_mla_bf16", 0.05)):
+        item = found[run, "offline_triton_mla"]
+        assert (item["tokens"], item["agreeing"]) == (48 * len(PROMPT_TOKENS),) * 2
+        assert item["logprob_rms"] == item["logprob_gap"] == item["prompts"][0]["logprob_rms"] == pytest.approx(apart)
 
 
 def test_evidence_needs_every_comparison() -> None:
@@ -240,6 +251,36 @@ def test_runs_of_other_heads_have_checkpoints_of_their_own(tmp_path: Path) -> No
     assert different == ["model.layers.1.self_attn.o_proj.weight"] and not without[different[0]].any()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "compilation", "evidence"),
+    [
+        ([], "vllm", "serve_tiny_h200.json"),
+        (["--compilation", "none"], "none", "serve_tiny_h200.json"),
+        (["--variants", "plain,fp8"], "none", "serve_variants_h200.json"),
+        (["--variants", "fp8", "--compilation", "vllm"], "vllm", "serve_variants_h200.json"),
+        (["--model-shape", "k3"], "none", "serve_k3_shape_h200.json"),
+    ],
+)
+def test_compilation_is_vllms_own_unless_a_start_has_to_be_quick(arguments: list[str], compilation: str, evidence: str) -> None:
+    args = parse_arguments(arguments)
+    assert (args.compilation, args.json.name) == (compilation, evidence)
+    assert ("FLASHMLA" in args.backends) == (evidence == "serve_tiny_h200.json")
+    assert {run.compilation for run in args.runs} == {compilation}
+    uncompiled = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert all(run.options.get("compilation_config") == (uncompiled if compilation == "none" else None) for run in args.runs)
+    assert evidence_of(FACTS, args.model_shape, {}, args.compilation)["compilation"] == compilation
+
+
+def test_a_run_without_full_graphs_is_an_error(fake_vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.FAKE_SERVER", FAKE_SERVER.replace("(FULL)", "(PIECEWISE)"))
+    assert "does not say that full CUDA graphs were captured" in str(run(ServedRun("serve", "DENSE_MLA", "bf16"), tmp_path).error)
+
+
+@pytest.mark.parametrize("line", ["Capturing CUDA graphs (FULL): 100%", "Capturing CUDA graphs (decode, FULL):   0%"])
+def test_both_model_runners_name_their_full_graphs(line: str) -> None:
+    assert served_run.names_full_graphs(["x", line]) and not served_run.names_full_graphs(["Capturing CUDA graphs (PIECEWISE)"])
+
+
 def test_planned_runs() -> None:
     names = [what.name for what in planned_runs(["offline", "serve"], ["TRITON_MLA", "DENSE_MLA"], ["bf16", "fp32"])]
     assert names[:3] == ["offline_triton_mla", "offline_dense_mla_bf16", "offline_dense_mla_fp32"]
@@ -280,12 +321,38 @@ def test_vllm_takes_the_engine_options_both_ways(monkeypatch: pytest.MonkeyPatch
 
     if not current_platform.device_type:  # the parser asks for the kind of device
         monkeypatch.setattr(current_platform, "device_type", "cuda")
-    parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(["CHECKPOINT", *server_arguments("DENSE_MLA", 8123)])
-    assert (parsed.attention_backend, parsed.port, parsed.max_model_len, parsed.kv_cache_memory_bytes) == ("DENSE_MLA", 8123, 8192, 2**30)
-    assert parsed.skip_tokenizer_init and parsed.fail_on_environ_validation and parsed.enable_prefix_caching is False
-    mode, graphs = parsed.compilation_config.mode, parsed.compilation_config.cudagraph_mode
-    assert ENGINE_OPTIONS.keys() <= {field.name for field in fields(EngineArgs)}
+
+    def parsed(compilation: str) -> Any:
+        arguments = server_arguments("DENSE_MLA", 8123, ServedRun("serve", "DENSE_MLA", compilation=compilation).options)
+        return make_arg_parser(FlexibleArgumentParser()).parse_args(["CHECKPOINT", *arguments])
+
+    own, uncompiled = parsed("vllm"), parsed("none")
+    assert (own.attention_backend, own.port, own.max_model_len, own.kv_cache_memory_bytes) == ("DENSE_MLA", 8123, 8192, 2**30)
+    assert own.skip_tokenizer_init and own.fail_on_environ_validation and own.enable_prefix_caching is False
+    assert (own.compilation_config.mode, own.compilation_config.cudagraph_mode) == (None, None)
+    mode, graphs = uncompiled.compilation_config.mode, uncompiled.compilation_config.cudagraph_mode
+    options = {name for compilation in COMPILATIONS for name in ServedRun("offline", "DENSE_MLA", compilation=compilation).options}
+    assert options <= {field.name for field in fields(EngineArgs)}
     assert int(mode) == 0 and getattr(graphs, "name", graphs) == "FULL_DECODE_ONLY"
+
+
+def test_vllms_own_compilation_captures_full_graphs_of_our_decode_steps() -> None:
+    """The mode that vLLM starts from, and what it makes of it for a backend that takes uniform batches."""
+    pytest.importorskip("vllm")
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+    from vllm.config import vllm as vllm_config
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from vllm_dense_mla.metadata import DenseMLAMetadataBuilder
+
+    default = vllm_config.VllmConfig.__dataclass_fields__["optimization_level"].default
+    graphs = vllm_config.OPTIMIZATION_LEVEL_TO_CONFIG[default]["compilation_config"]["cudagraph_mode"]
+    config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=graphs)
+    config.set_splitting_ops_for_v1(all2all_backend="", data_parallel_size=1)
+    support = DenseMLAMetadataBuilder._cudagraph_support
+    assert support == AttentionCGSupport.UNIFORM_BATCH
+    resolved = config.resolve_cudagraph_mode_and_sizes(support, "DENSE_MLA")
+    assert resolved == CUDAGraphMode.FULL_AND_PIECEWISE and resolved.decode_mode() == CUDAGraphMode.FULL
 
 
 def test_recorded_command_names_no_place(tmp_path: Path) -> None:
