@@ -43,9 +43,9 @@ ARCHITECTURES = {
 }
 
 
-# Where the kernels passed their tests on hardware. The portable kernel compiles for the others and may be forced; it is not chosen there.
+# Where the kernels passed their tests on hardware. The portable kernels compile for the others and may be forced; they are not chosen there.
 VERIFIED = (HOPPER,)
-# KV caches whose kernels passed theirs. The E4M3 kernel compiles and can be prepared; the plugin does not offer it yet.
+# KV caches whose kernels passed theirs, on all of VERIFIED. The E4M3 kernels compile and can be prepared; the plugin does not offer them yet.
 VERIFIED_KV_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -78,7 +78,7 @@ def forward_class(capability: tuple[int, int], problem: DecodeProblem | None = N
     """The forward kernel's class. Imports CuTe.
 
     Args:
-        problem: decides between the Hopper kernels; without one, the class for a few rows.
+        problem: decides between the kernels of an architecture, by its cache and its rows; without one, the class for a few rows of 16 bits.
         kernel: "sm80" forces the portable kernel; by default each GPU runs the fastest that it has.
 
     Raises:
@@ -89,13 +89,13 @@ def forward_class(capability: tuple[int, int], problem: DecodeProblem | None = N
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel}")
     if kernel == "sm90" and capability != HOPPER:
         raise ValueError(f"kernel sm90 needs compute capability 9.0, got {capability[0]}.{capability[1]}")
-    if problem is not None and problem.needs_k_scale and (kernel == "sm80" or capability != HOPPER):
-        raise ValueError(f"kv_dtype torch.float8_e4m3fn needs the kernel of compute capability 9.0, got {kernel or capability}")
-    if kernel == "sm80" or capability != HOPPER:
+    fp8 = problem is not None and problem.needs_k_scale
+    if _is_portable(capability, kernel):
         from .forward_sm80 import ForwardSm80
+        from .forward_sm80_fp8 import ForwardSm80Fp8
 
-        return ForwardSm80
-    if problem is not None and problem.needs_k_scale:
+        return ForwardSm80Fp8 if fp8 else ForwardSm80
+    if fp8:
         from .forward_sm90_fp8 import ForwardSm90Fp8
 
         return ForwardSm90Fp8
@@ -112,6 +112,10 @@ def build_forward(capability: tuple[int, int], problem: DecodeProblem, kernel: s
     """The forward kernel of a problem, not compiled; ValueError as `forward_class`, or where its tile does not fit the shared memory."""
     facts = architecture(capability)
     forward = forward_class(capability, problem, kernel)
-    if forward.__name__ == "ForwardSm80":
+    if _is_portable(capability, kernel):
         return forward(problem, facts.shared_memory_limit, facts.dependent_launch)
     return forward(problem)
+
+
+def _is_portable(capability: tuple[int, int], kernel: str | None) -> bool:
+    return kernel == "sm80" or capability != HOPPER

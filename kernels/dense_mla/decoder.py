@@ -25,7 +25,8 @@ class DenseMLADecoder:
         self.device = device
         self.max_requests = max_requests
         self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        self.num_ranges = max(self.sm_count // kernels.row_tiles, 1)
+        # Never more than the workspace is sized for: the portable kernel's CTAs may need fewer row tiles than the problem has.
+        self.num_ranges = min(max(self.sm_count // kernels.row_tiles, 1), problem.num_ranges(self.sm_count))
         self._schedule_words = schedule_words(self.num_ranges, max_requests, problem.batch_invariant)
         self._merge_ctas = MERGE_CTAS_PER_SM * self.sm_count
         self._kernels = kernels

@@ -19,6 +19,7 @@ normalised by its own sum, with a base-2 LSE. A row that sees no key gets out 0 
 """
 
 import math
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -28,11 +29,11 @@ from cutlass.cute.nvgpu import warp as warp_ops
 
 from .async_copy import COPY_BYTES, copy_or_zero
 from .forward_sm90 import fake_arguments
-from .problem import HEAD_DIM_QK, HEAD_DIM_V, DecodeProblem
+from .problem import HEAD_DIM_V, DecodeProblem
 from .request_range import RequestRange
 from .schedule import HEADER_WORDS, NO_SLOT, RANGE_WORDS
 from .special_register import pinned_lane_index
-from .tile_sm80 import CHUNK, CHUNKS, COLUMN_SPLITS, LANES_PER_ROW, THREADS, UNIT, VALUE_COLUMNS, choose_tile, row_tiles
+from .tile_sm80 import CHUNK, CHUNKS, COLUMN_SPLITS, LANES_PER_ROW, THREADS, UNIT, VALUE_COLUMNS, TileSm80, choose_tile, row_tiles
 from .torch_types import cutlass_dtype
 
 __all__ = ["ForwardSm80", "fake_arguments"]
@@ -46,7 +47,7 @@ CURSOR_WORDS = 8
 
 
 class ForwardSm80:
-    """The portable forward kernel of one problem. Construction takes compile-time facts only.
+    """The portable forward kernel of one problem with a cache of 16 bits. Construction takes compile-time facts only.
 
     Args:
         problem: what is decoded.
@@ -60,9 +61,9 @@ class ForwardSm80:
     def __init__(self, problem: DecodeProblem, shared_memory_limit: int, dependent_launch: bool):
         self.problem = problem
         self.range = RequestRange(problem)
-        self.tile = choose_tile(problem.rows, shared_memory_limit)
+        self.tile: TileSm80 = self.choose_tile(shared_memory_limit)
         self.row_tiles = row_tiles(problem.rows)
-        self.dtype = cutlass_dtype(problem.kv_dtype)
+        self.dtype = cutlass_dtype(problem.query_dtype)  # of both products
         self.dependent_launch = dependent_launch
         self.mma_op = warp_ops.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
         # With one block of rows a warp's score products would be chains of nine: two sums in turn halve their latency.
@@ -70,7 +71,16 @@ class ForwardSm80:
         self.key_blocks = self.tile.warp_keys // 8
         # Loads run this many tiles ahead of the scores.
         self.ahead = self.tile.stages - 2
+        # Whether the addresses of a tile's operands are computed for every tile, because no register is left for them across the loop.
+        self.pins_lane = False
         self.shared_memory_bytes = 0  # known once traced
+
+    def choose_tile(self, shared_memory_limit: int) -> TileSm80:
+        return choose_tile(self.problem.rows, shared_memory_limit, TileSm80)
+
+    def lane_here(self, lane: Any) -> Any:
+        """The lane, where what is computed from it belongs: see `pins_lane`."""
+        return pinned_lane_index() if self.pins_lane else lane
 
     @cute.jit
     def __call__(
@@ -90,7 +100,25 @@ class ForwardSm80:
         num_ranges: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        self.kernel(mKV, mQNope, mQRope, mTable, (mSeqLens, mTotalLens), mSchedule, (mOut, mLse, mOutPartial, mLsePartial), scale_log2).launch(
+        outputs = (mOut, mLse, mOutPartial, mLsePartial)
+        self.launch(mKV, mQNope, mQRope, mTable, (mSeqLens, mTotalLens), mSchedule, outputs, None, scale_log2, num_ranges, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        mKV: cute.Tensor,
+        mQNope: cute.Tensor,
+        mQRope: cute.Tensor,
+        mTable: cute.Tensor,
+        lens: tuple[cute.Tensor, cute.Tensor | None],
+        mSchedule: cute.Tensor,
+        outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
+        mKScale: cute.Tensor | None,
+        scale_log2: Float32,
+        num_ranges: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel(mKV, mQNope, mQRope, mTable, lens, mSchedule, outputs, mKScale, scale_log2).launch(
             # Row tiles of a range are neighbours, so they run side by side and the second reads the keys from L2.
             grid=(self.row_tiles, num_ranges, 1),
             block=(THREADS, 1, 1),
@@ -109,6 +137,7 @@ class ForwardSm80:
         lens: tuple[cute.Tensor, cute.Tensor | None],
         mSchedule: cute.Tensor,
         outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
+        mKScale: cute.Tensor | None,
         scale_log2: Float32,
     ) -> None:
         row_tile, range_index, _ = cute.arch.block_idx()
@@ -120,7 +149,7 @@ class ForwardSm80:
         # Step 1: shared memory.
         @cute.struct
         class Storage:
-            K: cute.struct.Align[cute.struct.MemRange[self.dtype, self.tile.stages * keys * HEAD_DIM_QK], 1024]
+            K: cute.struct.Align[cute.struct.MemRange[self.dtype, self.tile.stages * self.tile.stage_bytes // 2], 1024]
             S: cute.struct.Align[cute.struct.MemRange[Float32, COLUMN_SPLITS * rows * keys], 128]
             P: cute.struct.Align[cute.struct.MemRange[self.dtype, 2 * rows * keys], 128]
             factor: cute.struct.Align[cute.struct.MemRange[Float32, 2 * rows], 16]
@@ -128,10 +157,13 @@ class ForwardSm80:
 
         self.shared_memory_bytes = Storage.size_in_bytes()
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        # K by 128-byte lines: (element, unit, key, chunk, stage); units are swizzled by the key.
+        # K by lines, in elements of 16 bits: (element, unit, key, chunk, stage); units are swizzled by the key.
+        line = UNIT * self.tile.line_units
         sK = cute.make_tensor(
             storage.K.data_ptr(),
-            cute.make_layout((UNIT, CHUNK // UNIT, keys, CHUNKS, self.tile.stages), stride=(1, UNIT, CHUNK, CHUNK * keys, HEAD_DIM_QK * keys)),
+            cute.make_layout(
+                (UNIT, self.tile.line_units, keys, CHUNKS, self.tile.stages), stride=(1, UNIT, line, line * keys, line * keys * CHUNKS)
+            ),
         )
         # Scores: (element, pair, row, column split); pairs are swizzled by the row.
         sS = cute.make_tensor(storage.S.data_ptr(), cute.make_layout((2, keys // 2, rows, COLUMN_SPLITS), stride=(1, 2, keys, keys * rows)))
@@ -152,6 +184,10 @@ class ForwardSm80:
         # Step 3: this CTA's range of the line. Q of the first request first: behind K it would queue.
         words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + range_index * RANGE_WORDS, cute.make_layout((6,)))
         first_request, last_request = words[0], words[2]
+        k_scale = Float32(1.0)
+        if cutlass.const_expr(self.problem.needs_k_scale):
+            k_scale = mKScale[0]
+            scale_log2 = scale_log2 * k_scale
         rQ = cute.make_rmem_tensor((2, 4, CHUNKS, self.tile.m_tiles), self.dtype)
         cursor = cute.make_rmem_tensor((CURSOR_WORDS,), Int32)
         source = (words, mKV, mTable, lens[0])
@@ -198,7 +234,7 @@ class ForwardSm80:
                         self.accumulate(sK, sP, sFactor, rO, before, buffer, lane, warp)
                         buffer = buffer ^ 1
                         self.publish(sP, sFactor, rP, factor, buffer, lane, warp)
-                    self.sum_rows(row_sum, sInverse, lane, warp)
+                    self.sum_rows(row_sum, sInverse, k_scale, lane, warp)
                     cute.arch.sync_threads()
                 if request < last_request and piece + 1 == pieces:
                     self.load_queries(mQNope, mQRope, rQ, request + 1, row0, warp)
@@ -256,16 +292,16 @@ class ForwardSm80:
     def load_tile(
         self, cursor: cute.Tensor, source: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor], sK: cute.Tensor, stage: Int32, thread: Int32
     ) -> None:
-        """Starts the copies of the cursor's tile and moves on. Eight threads a line; a group is committed even where nothing is left to load."""
+        """Starts the copies of the cursor's tile and moves on. A thread takes a unit of a line; a group is committed even where nothing is left."""
         if cursor[KEY] < cursor[END]:
             _, mKV, _, _ = source
             chunks_at_once = self.tile.chunks_at_once
             line, unit, first_chunk = self.tile.copied_line(thread)
-            gLine = mKV[cursor[PAGE], cursor[PAGE_KEY], None].iterator + (first_chunk * CHUNK + unit * UNIT)
+            gLine = mKV[cursor[PAGE], cursor[PAGE_KEY], None].iterator + (first_chunk * CHUNK + unit * self.tile.unit_columns)
             for i in cutlass.range_constexpr(-(-CHUNKS // chunks_at_once)):
                 chunk = first_chunk + i * chunks_at_once
-                target = sK[None, unit ^ (line % 8), line, chunk, stage].iterator
-                # Nine chunks, two at once: the second half of the threads sits out the last copy.
+                target = sK[None, unit ^ self.tile.key_swizzle(line), line, chunk, stage].iterator
+                # Nine chunks, where two go at once: the second half of the threads sits out the last copy.
                 exists = True if cutlass.const_expr((i + 1) * chunks_at_once <= CHUNKS) else chunk < CHUNKS
                 if exists:
                     copy_or_zero(target, gLine + i * chunks_at_once * CHUNK, cursor[BYTES])
@@ -287,9 +323,9 @@ class ForwardSm80:
             for half in cutlass.range_constexpr(2):
                 row = cutlass.min(row0 + m_tile * 16 + half * 8 + lane // 4, self.problem.rows - 1)
                 token, head = row // self.problem.num_heads, row % self.problem.num_heads
-                # From this lane's pair on, by (element, upper eight columns, chunk): what is left is static, an offset of the load.
+                # From this lane's pair on, by (element, upper pair, chunk): what is left is static, an offset of the load.
                 column = cute.assume(2 * self.tile.query_pair(lane, warp), divby=2)
-                view = cute.make_layout((2, 2, CHUNKS - 1), stride=(1, 8, CHUNK))
+                view = cute.make_layout((2, 2, CHUNKS - 1), stride=(1, self.tile.upper_columns, CHUNK))
                 gNope = cute.make_tensor(mQNope[request, token, head, None].iterator + column, view)
                 gRope = cute.make_tensor(mQRope[request, token, head, None].iterator + column, view)
                 for chunk in cutlass.range_constexpr(CHUNKS):
@@ -326,19 +362,9 @@ class ForwardSm80:
     @cute.jit
     def scores(self, sK: cute.Tensor, sS: cute.Tensor, rQ: cute.Tensor, stage: Int32, lane: Int32, warp: Int32) -> None:
         """This warp's part of S: half of the keys, a quarter of the columns."""
-        mma = cute.make_mma_atom(self.mma_op)
-        load = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 2 * self.key_blocks), self.dtype)
         acc = cute.make_rmem_tensor((4, self.key_blocks, self.tile.m_tiles, self.score_chains), Float32)
         acc.fill(0.0)
-        key, unit = self.tile.score_line(lane, warp)
-        for chunk in cutlass.range_constexpr(CHUNKS):
-            rK = cute.make_rmem_tensor((4, self.key_blocks), self.dtype)
-            cute.copy_atom_call(load, sK[None, unit, key, chunk, stage], cute.make_tensor(rK.iterator, cute.make_layout((4 * self.key_blocks,))))
-            for m_tile in cutlass.range_constexpr(self.tile.m_tiles):
-                a = cute.make_tensor(rQ[None, None, chunk, m_tile].iterator, cute.make_layout((8,)))
-                for block in cutlass.range_constexpr(self.key_blocks):
-                    sums = acc[None, block, m_tile, chunk % self.score_chains]
-                    cute.mma_atom_call(mma, sums, a, rK[None, block], sums)
+        self.multiply_keys(acc, sK, rQ, stage, lane, warp)
         pair = cute.make_rmem_tensor((2,), Float32)
         for m_tile in cutlass.range_constexpr(self.tile.m_tiles):
             for half in cutlass.range_constexpr(2):
@@ -350,6 +376,26 @@ class ForwardSm80:
                             pair[parity] = pair[parity] + acc[half * 2 + parity, block, m_tile, 1]
                     column = self.tile.score_pair(lane, warp, block) ^ self.tile.score_swizzle(row)
                     cute.autovec_copy(pair, sS[None, column, row, warp % COLUMN_SPLITS])
+
+    @cute.jit
+    def multiply_keys(self, acc: cute.Tensor, sK: cute.Tensor, rQ: cute.Tensor, stage: Int32, lane: Int32, warp: Int32) -> None:
+        """acc += Q K^T over this warp's columns, 16 of every chunk."""
+        load = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 2 * self.key_blocks), self.dtype)
+        key, unit = self.tile.score_line(lane, warp)
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            rK = cute.make_rmem_tensor((4, self.key_blocks), self.dtype)
+            cute.copy_atom_call(load, sK[None, unit, key, chunk, stage], cute.make_tensor(rK.iterator, cute.make_layout((4 * self.key_blocks,))))
+            self.multiply_chunk(acc, rQ, rK, chunk)
+
+    @cute.jit
+    def multiply_chunk(self, acc: cute.Tensor, rQ: cute.Tensor, rK: cute.Tensor, chunk: cutlass.Constexpr) -> None:
+        """acc += Q K^T over one k16 step. `rK`: B of every block of eight keys, (4, block)."""
+        mma = cute.make_mma_atom(self.mma_op)
+        for m_tile in cutlass.range_constexpr(self.tile.m_tiles):
+            a = cute.make_tensor(rQ[None, None, chunk, m_tile].iterator, cute.make_layout((8,)))
+            for block in cutlass.range_constexpr(self.key_blocks):
+                sums = acc[None, block, m_tile, chunk % self.score_chains]
+                cute.mma_atom_call(mma, sums, a, rK[None, block], sums)
 
     @cute.jit
     def softmax(
@@ -427,27 +473,38 @@ class ForwardSm80:
         self, sK: cute.Tensor, sP: cute.Tensor, sFactor: cute.Tensor, rO: cute.Tensor, stage: Int32, buffer: Int32, lane: Int32, warp: Int32
     ) -> None:
         """rO = factor rO + P V for this warp's chunk of the value columns."""
+        lane = self.lane_here(lane)
         self.scale_rows(rO, sFactor[None, buffer], lane)
-        mma = cute.make_mma_atom(self.mma_op)
         load_p = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), self.dtype)
-        load_v = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(True, 4), self.dtype)
         units = cute.make_tensor(
             sP.iterator,
             cute.make_layout((UNIT, self.tile.keys // UNIT, self.tile.rows, 2), stride=(1, UNIT, self.tile.keys, self.tile.keys * self.tile.rows)),
         )
+        load_v = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(True, 4), self.dtype)
         for block in cutlass.range_constexpr(self.tile.keys // 16):
             rA = cute.make_rmem_tensor((8, self.tile.m_tiles), self.dtype)
             for m_tile in cutlass.range_constexpr(self.tile.m_tiles):
                 row, unit = self.tile.weight_line(lane, m_tile, block)
                 cute.copy_atom_call(load_p, units[None, unit, row, buffer], rA[None, m_tile])
-            for pair in cutlass.range_constexpr(VALUE_COLUMNS // 16):
+            for pair in cutlass.range_constexpr(self.tile.line_units // 2):
                 key, unit = self.tile.value_line(lane, block, pair)
                 rV = cute.make_rmem_tensor((4, 2), self.dtype)
                 cute.copy_atom_call(load_v, sK[None, unit, key, warp, stage], cute.make_tensor(rV.iterator, cute.make_layout((8,))))
-                for m_tile in cutlass.range_constexpr(self.tile.m_tiles):
-                    for i in cutlass.range_constexpr(2):
-                        sums = cute.make_tensor(rO[None, None, pair * 2 + i, m_tile].iterator, cute.make_layout((4,)))
-                        cute.mma_atom_call(mma, sums, rA[None, m_tile], rV[None, i], sums)
+                self.multiply_units(rO, rA, rV, pair)
+
+    @cute.jit
+    def multiply_units(self, rO: cute.Tensor, rA: cute.Tensor, rV: cute.Tensor, pair: cutlass.Constexpr) -> None:
+        """rO += P V for 16 keys and the columns of two units. `rV`: what ldmatrix.trans gave."""
+        self.multiply_columns(rO, rA, rV, pair * 2)
+
+    @cute.jit
+    def multiply_columns(self, rO: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, first_block: cutlass.Constexpr) -> None:
+        """rO += P V for 16 keys, from one block of eight columns on. `rB`: B of every block, (4, block)."""
+        mma = cute.make_mma_atom(self.mma_op)
+        for m_tile in cutlass.range_constexpr(self.tile.m_tiles):
+            for i in cutlass.range_constexpr(cute.size(rB, mode=[1])):
+                sums = cute.make_tensor(rO[None, None, first_block + i, m_tile].iterator, cute.make_layout((4,)))
+                cute.mma_atom_call(mma, sums, rA[None, m_tile], rB[None, i], sums)
 
     @cute.jit
     def scale_rows(self, rO: cute.Tensor, sValues: cute.Tensor, lane: Int32) -> None:
@@ -460,15 +517,15 @@ class ForwardSm80:
                         rO[parity, half, block, m_tile] = rO[parity, half, block, m_tile] * value
 
     @cute.jit
-    def sum_rows(self, row_sum: cute.Tensor, sInverse: cute.Tensor, lane: Int32, warp: Int32) -> None:
-        """Sums over a row's lanes, and 1 / sum for all warps. A row that sees no key has sum 0: its output becomes 0, its LSE -inf."""
+    def sum_rows(self, row_sum: cute.Tensor, sInverse: cute.Tensor, k_scale: Float32, lane: Int32, warp: Int32) -> None:
+        """Sums over a row's lanes, and k_scale / sum for all warps. A row that sees no key has sum 0: its output becomes 0, its LSE -inf."""
         for step in cutlass.range_constexpr(self.tile.m_tiles):
             total = row_sum[step]
             for offset in cutlass.range_constexpr(len(ROW_LANES)):
                 total += cute.arch.shuffle_sync_bfly(total, offset=ROW_LANES[offset])
             row_sum[step] = total
             if lane % LANES_PER_ROW == 0:
-                sInverse[self.tile.softmax_row(lane, warp, step)] = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
+                sInverse[self.tile.softmax_row(lane, warp, step)] = Float32(0.0) if total == 0.0 else k_scale * cute.arch.rcp_approx(total)
 
     @cute.jit
     def store(

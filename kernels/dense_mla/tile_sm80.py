@@ -11,21 +11,21 @@ B column g at the same k, of the accumulator rows g and g + 8 at columns 2q and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from .problem import HEAD_DIM_QK, HEAD_DIM_V
 
 WARPS = 8
 THREADS = 32 * WARPS
-CHUNK = 64  # columns of one 128-byte line of shared memory: eight units of 16 bytes, swizzled by the line
+CHUNK = 64  # columns of one line of shared memory: eight units of 16 bytes, or four of E4M3, swizzled by the line
 CHUNKS = HEAD_DIM_QK // CHUNK
-UNIT = 8  # elements of 16 bytes
+UNIT = 8  # 16-bit elements of 16 bytes
+UNIT_BYTES = 16
 COLUMN_SPLITS = 4  # warps that share the columns of a score: each takes 16 of every 64 and keeps its part of Q in registers
 KEY_SPLITS = WARPS // COLUMN_SPLITS
 VALUE_COLUMNS = HEAD_DIM_V // WARPS  # of one warp: exactly one chunk
 LANES_PER_ROW = 16  # of the softmax
 MAX_TILE_ROWS = 32  # Q takes 36 and the output 32 registers of a thread for every 16 rows
-KEY_CHOICES = (32, 16)
 # Two tiles of the pipeline are in use (scores of one, values of the one before); with four, two more are under way.
 MIN_STAGES = 4
 MAX_STAGES = 8
@@ -33,14 +33,17 @@ MAX_STAGES = 8
 
 @dataclass(frozen=True)
 class TileSm80:
-    """Shape of one CTA's tile.
+    """Shape of one CTA's tile of 16-bit keys.
 
     Args:
         rows: query rows, 16 or 32.
-        keys: 32, or 16 where shared memory is small.
+        keys: one of `key_choices`: 32, or 16 where shared memory is small.
         stages: tiles of K in shared memory.
     """
 
+    key_choices: ClassVar[tuple[int, ...]] = (32, 16)
+    line_units: ClassVar[int] = 8  # of one key's columns of a chunk
+    upper_columns: ClassVar[int] = 8  # from a lane's lower pair of columns of Q to its upper one
     rows: int
     keys: int
     stages: int
@@ -62,7 +65,7 @@ class TileSm80:
 
     @property
     def stage_bytes(self) -> int:
-        return self.keys * HEAD_DIM_QK * 2
+        return self.keys * CHUNKS * self.line_units * UNIT_BYTES
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -73,14 +76,23 @@ class TileSm80:
     @property
     def chunks_at_once(self) -> int:
         """Chunks of a tile that one 16-byte copy of every thread fills."""
-        return THREADS // UNIT // self.keys
+        return THREADS // self.line_units // self.keys
+
+    @property
+    def unit_columns(self) -> int:
+        """Columns of a key in 16 bytes."""
+        return CHUNK // self.line_units
 
     def copied_line(self, thread: Any) -> tuple[Any, Any, Any]:
-        """Key, unit (before swizzling) and first chunk of the copies of a thread: eight threads a line of 128 bytes."""
-        return thread // UNIT % self.keys, thread % UNIT, thread // UNIT // self.keys
+        """Key, unit (before swizzling) and first chunk of the copies of a thread: a thread for every unit of a line."""
+        return thread // self.line_units % self.keys, thread % self.line_units, thread // self.line_units // self.keys
+
+    def key_swizzle(self, key: Any) -> Any:
+        """What a key's units are permuted by, so that one unit of eight neighbouring keys touches all banks once."""
+        return key // (8 // self.line_units) % self.line_units
 
     def query_pair(self, lane: Any, warp: Any) -> Any:
-        """Pair of columns within a chunk that a lane holds of Q, in the lower eight of its warp's sixteen columns; the other is 8 columns on."""
+        """Lower pair of columns within a chunk that a lane holds of Q, of its warp's sixteen; the other is `upper_columns` further on."""
         return warp % COLUMN_SPLITS * 8 + lane % 4
 
     def score_pair(self, lane: Any, warp: Any, block: int) -> Any:
@@ -98,11 +110,12 @@ class TileSm80:
         return key, (warp % COLUMN_SPLITS * 2 + lane // 8 % 2) ^ (lane % 8)
 
     def value_line(self, lane: Any, block: int, pair: int) -> tuple[Any, Any]:
-        """Key and unit (swizzled) within the warp's chunk that a lane hands to ldmatrix.trans: 16 keys, columns 16 pair to 16 pair + 15.
+        """Key and unit (swizzled) within the warp's chunk that a lane hands to ldmatrix.trans: 16 keys at two neighbouring units.
 
-        Matrices: keys 0-7 and 8-15 at columns 0-7, then at columns 8-15. Registers: B of columns 0-7, B of columns 8-15.
+        Matrices: keys 0-7 and 8-15 at the first unit, then at the second. Registers: B of the first unit's columns, B of the second's.
         """
-        return block * 16 + lane % 16, (pair * 2 + lane // 16) ^ (lane % 8)
+        key = block * 16 + lane % 16
+        return key, (pair * 2 + lane // 16) ^ self.key_swizzle(key)
 
     def weight_line(self, lane: Any, m_tile: int, block: int) -> tuple[Any, Any]:
         """Row and unit (swizzled) of P that a lane hands to ldmatrix. Matrices: rows 0-7, 8-15 at keys 0-7, then at keys 8-15: A's registers."""
@@ -124,6 +137,9 @@ class TileSm80:
         return step * 16 + warp * 2 + lane // LANES_PER_ROW
 
 
+Tile = TypeVar("Tile", bound=TileSm80)
+
+
 def tile_rows(rows: int) -> int:
     """Rows of one CTA for a request of `rows` query rows: as even a share as multiples of 16 up to 32 allow."""
     share = -(-rows // row_tiles(rows))
@@ -135,20 +151,21 @@ def row_tiles(rows: int) -> int:
     return -(-rows // MAX_TILE_ROWS)
 
 
-def choose_tile(rows: int, shared_memory_limit: int) -> TileSm80:
+def choose_tile(rows: int, shared_memory_limit: int, kind: type[Tile]) -> Tile:
     """The largest tile that still leaves four stages.
 
     Args:
         rows: query rows of a request.
         shared_memory_limit: bytes that a CTA may have.
+        kind: TileSm80, or what extends it for another cache.
 
     Raises:
         ValueError: not even the smallest tile fits.
     """
-    for keys in KEY_CHOICES:
-        tile = TileSm80(tile_rows(rows), keys, 0)
+    for keys in kind.key_choices:
+        tile = kind(tile_rows(rows), keys, 0)
         stages = min((shared_memory_limit - tile.shared_memory_bytes) // tile.stage_bytes, MAX_STAGES)
         if stages >= MIN_STAGES:
-            return TileSm80(tile.rows, keys, stages)
-    needed = TileSm80(tile_rows(rows), KEY_CHOICES[-1], MIN_STAGES).shared_memory_bytes
+            return kind(tile.rows, keys, stages)
+    needed = kind(tile_rows(rows), kind.key_choices[-1], MIN_STAGES).shared_memory_bytes
     raise ValueError(f"shared memory of a CTA must be at least {needed} bytes for {rows} query rows, got {shared_memory_limit}")

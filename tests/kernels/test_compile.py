@@ -101,9 +101,12 @@ def test_every_architecture_has_its_kernel() -> None:
     """Fault 79: the choice for each capability. Nothing but Hopper gets Hopper's instructions, and what has not run is not served."""
     few, many = DecodeProblem(12, 64), DecodeProblem(64, 64)
     assert forward_class((9, 0), few).__name__ == "ForwardSm90" and forward_class((9, 0), many).__name__ == "ForwardSm90Wide"
-    assert forward_class((9, 0), few, "sm80").__name__ == "ForwardSm80"
+    fp8 = DecodeProblem(12, 64, kv_dtype=torch.float8_e4m3fn)
+    assert forward_class((9, 0), few, "sm80").__name__ == "ForwardSm80" and forward_class((9, 0), fp8).__name__ == "ForwardSm90Fp8"
+    assert forward_class((9, 0), fp8, "sm80").__name__ == "ForwardSm80Fp8"
     for capability in [(8, 0), (8, 6), (8, 7), (8, 9), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]:
-        assert forward_class(capability, few).__name__ == "ForwardSm80"
+        assert forward_class(capability, few).__name__ == forward_class(capability).__name__ == "ForwardSm80"
+        assert forward_class(capability, fp8).__name__ == "ForwardSm80Fp8"
         assert "has not passed its tests yet; supported: 9.0" in str(unsupported_reason(capability))
         with pytest.raises(ValueError, match="kernel sm90 needs compute capability 9"):
             forward_class(capability, few, "sm90")

@@ -66,14 +66,20 @@ def name(value: object) -> str:
 
 @pytest.mark.parametrize(("architecture", "problem"), FORWARDS, ids=name)
 def test_forward(architecture: Architecture, problem: DecodeProblem, tmp_path: Path) -> None:
+    forward, code = compiled(ForwardSm80, architecture, problem, tmp_path)
+    assert_instructions(code, forward, architecture)
+
+
+def compiled(kind: type[ForwardSm80], architecture: Architecture, problem: DecodeProblem, tmp_path: Path) -> tuple[ForwardSm80, MachineCode]:
+    """The kernel and its machine code, which fits the architecture."""
     import cutlass.cute as cute
 
-    forward = ForwardSm80(problem, architecture.shared_memory_limit, architecture.dependent_launch)
+    forward = kind(problem, architecture.shared_memory_limit, architecture.dependent_launch)
     options = f"--gpu-arch {architecture.target} --enable-tvm-ffi --keep-cubin --dump-dir {tmp_path}"
     code = disassemble(cute.compile(forward, *fake_arguments(problem), options=options), tmp_path)
     assert_no_spills(code)
     assert forward.shared_memory_bytes == forward.tile.shared_memory_bytes <= architecture.shared_memory_limit
-    assert_instructions(code, forward, architecture)
+    return forward, code
 
 
 def assert_instructions(code: MachineCode, forward: ForwardSm80, architecture: Architecture) -> None:
@@ -82,7 +88,7 @@ def assert_instructions(code: MachineCode, forward: ForwardSm80, architecture: A
     scores = 9 * tile.m_tiles * tile.warp_keys // 8
     values = 8 * tile.m_tiles * tile.keys // 16
     assert code.count("HMMA") == code.sass.count("HMMA.16816.F32") == 2 * (scores + values)
-    assert code.sass.count("LDSM.16.MT88.4") == 2 * 4 * tile.keys // 16
+    assert code.sass.count("LDSM.16.MT88.4") == 2 * tile.line_units // 2 * tile.keys // 16
     # Three copies of load_tile: ahead of the first request, at its first tile, in the loop. Sixteen bytes past L1, zeros past the end.
     copies = -(-9 // tile.chunks_at_once)
     assert code.count("LDGSTS") == len(re.findall(r"LDGSTS\.E\.BYPASS\.(?:LTC128B\.)?128\.ZFILL ", code.sass)) == 3 * copies

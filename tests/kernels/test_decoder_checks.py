@@ -12,6 +12,7 @@ import torch
 from dense_mla.compiled import CompiledKernels
 from dense_mla.decoder import DenseMLADecoder
 from dense_mla.problem import ContextShard, DecodeProblem
+from dense_mla.tile_sm80 import row_tiles
 
 REQUESTS, HEADS, PAGE_SIZE, PAGES = 3, 12, 64, 5
 Arguments = dict[str, Any]
@@ -42,6 +43,22 @@ def arguments(decoder: DenseMLADecoder) -> Arguments:
         "lse": torch.zeros(REQUESTS, HEADS),
         "scale": 0.1,
     }
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_no_more_ranges_than_the_workspace_holds(kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable kernel cuts a request's rows by 32, the problem by whole tokens: 17 heads x 4 are three CTAs of the one, four of the other."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    fewer = 0
+    for heads in range(1, 129):
+        for query_len in (1, 2, 4, 7, 16):
+            problem = DecodeProblem(heads, PAGE_SIZE, kv_dtype=kv_dtype, query_len=query_len)
+            kernels = CompiledKernels(print, print, print, row_tiles=row_tiles(problem.rows))
+            decoder = DenseMLADecoder(problem, torch.device("cpu"), 8, kernels)
+            assert 1 <= decoder.num_ranges <= problem.num_ranges(132)
+            assert decoder.num_ranges * kernels.row_tiles <= 132 or decoder.num_ranges == 1
+            fewer += kernels.row_tiles < problem.row_tiles
+    assert (fewer > 0) == (kv_dtype == torch.float8_e4m3fn)
 
 
 def aligned_bytes(size: int) -> torch.Tensor:

@@ -57,7 +57,7 @@ class SharedMemory:
         for thread in range(THREADS):
             line, unit, first_chunk = self.tile.copied_line(thread)
             for chunk in range(first_chunk, CHUNKS, self.tile.chunks_at_once):
-                offset = self.k_offset(line, unit ^ (line % 8), chunk)
+                offset = self.k_offset(line, unit ^ self.tile.key_swizzle(line), chunk)
                 column = chunk * CHUNK + unit * UNIT
                 self.k[offset : offset + UNIT] = keys[line, column : column + UNIT]
 
@@ -93,7 +93,7 @@ def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 def query_fragment(tile: TileSm80, queries: np.ndarray, warp: int, chunk: int, m_tile: int) -> np.ndarray:
     a = np.empty((32, 4, 2))
     for lane, half, upper in itertools.product(LANES, range(2), range(2)):
-        column = chunk * CHUNK + 2 * tile.query_pair(lane, warp) + 8 * upper
+        column = chunk * CHUNK + 2 * tile.query_pair(lane, warp) + tile.upper_columns * upper
         a[lane, half + 2 * upper] = queries[m_tile * 16 + half * 8 + lane // 4, column : column + 2]
     return a
 
@@ -185,13 +185,13 @@ def test_no_bank_conflicts(tile: TileSm80) -> None:
         banks([2 * shared.p_offset(*tile.weight_line(lane, 0, block)) for lane in matrix], 16)
     for first in range(0, THREADS, 8):
         lines = [tile.copied_line(thread) for thread in range(first, first + 8)]
-        banks([2 * shared.k_offset(line, unit ^ (line % 8), 0) for line, unit, _ in lines], 16)
+        banks([2 * shared.k_offset(line, unit ^ tile.key_swizzle(line), 0) for line, unit, _ in lines], 16)
 
 
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 33, 48, 64, 96, 128, 2048])
 def test_chosen_tile_fits_and_covers_the_rows(rows: int, limit: int) -> None:
-    tile = choose_tile(rows, limit)
+    tile = choose_tile(rows, limit, TileSm80)
     assert tile.shared_memory_bytes <= limit and tile.stages >= MIN_STAGES
     assert tile.rows == tile_rows(rows) <= MAX_TILE_ROWS and tile.rows % 16 == 0
     assert (row_tiles(rows) - 1) * tile.rows < rows <= row_tiles(rows) * tile.rows
@@ -202,4 +202,4 @@ def test_chosen_tile_fits_and_covers_the_rows(rows: int, limit: int) -> None:
 
 def test_a_gpu_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match=r"shared memory of a CTA must be at least \d+ bytes for 16 query rows, got 65536"):
-        choose_tile(16, 65_536)
+        choose_tile(16, 65_536, TileSm80)

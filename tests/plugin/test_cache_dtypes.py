@@ -10,7 +10,7 @@ from conftest import HEADS, SCALE, cache_and_query, make_builder, make_impl, ste
 from test_selection import reasons
 
 from dense_mla import arch, reference
-from dense_mla.arch import ARCHITECTURES
+from dense_mla.arch import ARCHITECTURES, VERIFIED
 from vllm_dense_mla import cache_dtypes
 from vllm_dense_mla.backend import DenseMLABackend
 
@@ -137,18 +137,15 @@ def test_selection_of_an_fp8_cache_on_another_gpu(fp8, monkeypatch):
     assert reasons((12, 0)) == reasons((9, 0), kv_cache_dtype="fp8") == []
 
 
-@pytest.mark.skipif(not cache_dtypes.reads_fp8(), reason="the kernels of this version read no FP8 cache")
-def test_fp8_on_gpus_without_a_kernel_for_it(monkeypatch):
-    """Only Hopper's kernels read E4M3: elsewhere it is refused with their reason, once such a GPU is served at all."""
+def test_fp8_is_read_wherever_there_is_a_kernel(fp8, monkeypatch):
+    """Every GPU of the list has a kernel for E4M3: once such a GPU is served at all, an FP8 cache is as well. Until then it is refused."""
     from vllm_dense_mla import backend
 
+    for capability in ARCHITECTURES:
+        assert (reasons(capability, kv_cache_dtype="fp8") == []) == (capability in VERIFIED)
     monkeypatch.setattr(backend, "unsupported_reason", lambda capability: None)
     for capability in ARCHITECTURES:
-        found = reasons(capability, kv_cache_dtype="fp8")
-        if capability == (9, 0):
-            assert found == []
-        else:
-            assert found[0].startswith("kv_cache_dtype fp8 is not supported on this GPU: ")
+        assert reasons(capability, kv_cache_dtype="fp8") == []
 
 
 def test_kernels_without_fp8(no_fp8, vllm_config, no_workspace):

@@ -1,0 +1,85 @@
+"""The portable forward for E4M3 caches compiles for every architecture of the list with no GPU, and fits it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from dense_mla.arch import ARCHITECTURES, build_forward
+from dense_mla.compiled import compile_kernels
+from dense_mla.forward_sm80_fp8 import ForwardSm80Fp8
+from dense_mla.problem import ContextShard, DecodeProblem
+from test_compile import assert_no_spills, disassemble
+from test_compile_sm80 import (
+    SM80,
+    SM86,
+    SM87,
+    SM89,
+    SM90,
+    SM100,
+    SM103,
+    SM110,
+    SM120,
+    SM121,
+    Architecture,
+    assert_instructions,
+    compiled,
+    name,
+)
+
+E4M3, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+RANK_3_OF_8 = ContextShard(8, 3, 64)
+FORWARDS = [
+    (SM80, DecodeProblem(16, 64, FP32, E4M3, return_lse=True)),
+    (SM80, DecodeProblem(128, 528, BF16, E4M3, query_len=4, batch_invariant=True, context=RANK_3_OF_8, return_lse=True)),
+    (SM86, DecodeProblem(8, 16, BF16, E4M3)),
+    (SM86, DecodeProblem(64, 944, FP32, E4M3, return_lse=True)),
+    (SM87, DecodeProblem(12, 48, BF16, E4M3, batch_invariant=True)),
+    (SM89, DecodeProblem(11, 64, FP32, E4M3)),
+    (SM89, DecodeProblem(32, 64, BF16, E4M3, return_lse=True)),
+    (SM90, DecodeProblem(16, 64, BF16, E4M3)),
+    (SM90, DecodeProblem(32, 944, FP32, E4M3, return_lse=True)),
+    (SM100, DecodeProblem(12, 64, BF16, E4M3, query_len=8)),
+    (SM100, DecodeProblem(128, 528, BF16, E4M3, query_len=4, batch_invariant=True, context=RANK_3_OF_8, return_lse=True)),
+    (SM103, DecodeProblem(1, 64, BF16, E4M3)),
+    (SM110, DecodeProblem(6, 32, BF16, E4M3, return_lse=True)),
+    (SM120, DecodeProblem(16, 64, BF16, E4M3)),
+    (SM121, DecodeProblem(8, 64, FP32, E4M3, query_len=4, return_lse=True)),
+]
+
+
+@pytest.mark.parametrize(("architecture", "problem"), FORWARDS, ids=name)
+def test_forward(architecture: Architecture, problem: DecodeProblem, tmp_path: Path) -> None:
+    forward, code = compiled(ForwardSm80Fp8, architecture, problem, tmp_path)
+    assert_instructions(code, forward, architecture)
+    # BF16 operands in all products, and no conversion instruction: the same arithmetic everywhere.
+    assert code.sass.count("HMMA.16816.F32.BF16") == code.count("HMMA")
+    assert ".E4M3" not in code.sass
+    # Two chunks of a key a load, the ninth alone.
+    assert code.sass.count("LDSM.16.M88.2") == 2
+    # A word of four codes for the scores: 16 keys, four columns of every chunk; for the values: 32 keys at 64 columns over 32 lanes.
+    # Two products a word, and all of it stands twice. Where the architecture has a product without a sum, it may be taken.
+    words = 9 * 2 + 16
+    products = re.findall(r"\bH(?:FMA2|MUL2)\.(?:MMA\.)?BF16\S*", code.sass)
+    assert len(products) == 2 * 2 * words
+    # Denormals are numbers here: every E4M3 code is one of BF16's before it is scaled up.
+    assert [instruction for instruction in products if "FTZ" in instruction] == []
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_every_architecture_builds_it(capability: tuple[int, int]) -> None:
+    """By the decoder's own way: the portable kernel where there is no other, and on Hopper when it is asked for."""
+    forward = build_forward(capability, DecodeProblem(16, 64, kv_dtype=E4M3), "sm80")
+    assert type(forward) is ForwardSm80Fp8
+    assert forward.tile.shared_memory_bytes <= ARCHITECTURES[capability].shared_memory_limit
+    assert forward.dependent_launch == (capability >= (9, 0))
+
+
+def test_every_kernel_of_a_problem(tmp_path: Path) -> None:
+    """Schedule, forward and merge by the way that the decoder takes."""
+    kernels = compile_kernels(FORWARDS[0][1], (8, 0), "--keep-cubin", f"--dump-dir {tmp_path}")
+    for kernel in (kernels.schedule, kernels.forward, kernels.merge):
+        assert_no_spills(disassemble(kernel, tmp_path))
