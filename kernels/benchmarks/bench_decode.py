@@ -133,8 +133,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def _fill_in_mode(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Peers and evidence file that follow from the cache's dtype and the kernel."""
     fp8 = args.kv_dtype == "fp8"
-    if fp8 and args.kernel:
-        parser.error(f"--kernel {args.kernel} reads a bf16 cache, got --kv-dtype {args.kv_dtype}")
     peers, evidence = MODES[args.kv_dtype, args.kernel]
     if args.peers is None:  # b12x is no part of vLLM: where it is not installed, nothing is missing
         args.peers = [name for name in peers if name != "B12X" or b12x_is_installed()]
