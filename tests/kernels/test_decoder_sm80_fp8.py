@@ -14,7 +14,7 @@ import torch
 
 import cases
 import test_decoder_fp8
-from dense_mla.compiled import CompiledKernels, compile_kernels
+from dense_mla.compiled import CompiledKernels, prepared_kernels
 from dense_mla.decoder import DenseMLADecoder
 from dense_mla.problem import DecodeProblem
 from steps import DEVICE, Step, decode
@@ -53,7 +53,7 @@ def four_stage_kernels(problem: DecodeProblem) -> CompiledKernels:
     from dense_mla.forward_sm80 import fake_arguments
 
     capability = torch.cuda.get_device_capability(DEVICE)
-    kernels = compile_kernels(problem, capability, kernel="sm80")
+    kernels = prepared_kernels(problem, DEVICE, "sm80")
     forward = forward_class(capability, problem, "sm80")(problem, SMALL_SHARED_MEMORY, dependent_launch=capability >= (9, 0))
     assert forward.tile.stages <= 5 and (forward.tile.keys == 32) == problem.needs_k_scale
     options = f"--gpu-arch sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''} --enable-tvm-ffi"
@@ -61,7 +61,9 @@ def four_stage_kernels(problem: DecodeProblem) -> CompiledKernels:
 
 
 def prepare_four_stages(problem: DecodeProblem, device: torch.device, *, max_requests: int) -> DenseMLADecoder:
-    return DenseMLADecoder(problem, device, max_requests, four_stage_kernels(problem))
+    decoder = DenseMLADecoder(problem, device, max_requests, four_stage_kernels(problem))
+    decoder._load()  # as `prepare` does: a module must not be loaded while a graph is captured
+    return decoder
 
 
 @pytest.fixture(autouse=True, params=["this GPU's stages", "99 KB"])
