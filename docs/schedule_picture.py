@@ -13,8 +13,9 @@ ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT / "kernels")]
 
 from dense_mla.paged_kv import PageTiling  # noqa: E402
+from dense_mla.problem import FIXED_COST  # noqa: E402
 from dense_mla.reference import Piece, pieces  # noqa: E402
-from dense_mla.schedule import FIXED_COST, NO_SLOT, Schedule, plan  # noqa: E402
+from dense_mla.schedule import NO_SLOT, Schedule, plan  # noqa: E402
 
 LENS = (2900, 420, 0, 1600, 64, 1150, 640)  # keys of each request; 0 is a row with which a CUDA graph is padded
 PAGE_SIZE = 64

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from dense_mla.paged_kv import PageTiling
-from dense_mla.schedule import FIXED_COST, plan
+from dense_mla.problem import FIXED_COST
+from dense_mla.schedule import plan
 from vllm_dense_mla import __version__, cli
 from vllm_dense_mla.registration import BACKEND_NAME, PARTIAL_DTYPE_VARIABLE
 from vllm_dense_mla.settings import DenseMLASettings, load_settings

@@ -152,7 +152,7 @@ def _print_batch(data: Batch, heads: int, page_size: int) -> None:
 
 def _print_schedule(problem: DecodeProblem, data: Batch, sm_count: int) -> None:
     ranges = problem.num_ranges(sm_count)
-    schedule = plan(data.lens, problem.page_size, ranges)
+    schedule = plan(data.lens, problem.page_size, ranges, fixed_cost=problem.fixed_cost)
     num_tiles = [PageTiling(problem.page_size).num_tiles(n) for n in data.lens]
     counts = [0] * len(data.lens)
     for piece in reference.pieces(schedule, num_tiles):

@@ -86,7 +86,7 @@ def keeps_requests_whole(inputs: DecodeInputs, *, partial_dtype: torch.dtype) ->
     from dense_mla.schedule import plan
 
     decoder = _decoder(_problem(inputs, partial_dtype), inputs)
-    return not plan(inputs.shape.seq_lens, inputs.page_size, decoder.num_ranges).splits
+    return not plan(inputs.shape.seq_lens, inputs.page_size, decoder.num_ranges, fixed_cost=decoder.problem.fixed_cost).splits
 
 
 def portable_contenders(partial_dtypes: Sequence[str]) -> list[Contender]:

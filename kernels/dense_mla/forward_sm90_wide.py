@@ -45,9 +45,9 @@ from .special_register import pinned, pinned_lane_index
 M_ROWS = 64  # rows of the tile in shared memory and registers, however many of them are queries
 HALF = VALUE_COLUMNS // CHUNK  # chunks of K that hold one warpgroup's value columns
 ROPE = CHUNKS - 1  # the chunk that is no value
-# After so many chunks of its scores a warpgroup multiplies the other's P: the rope columns and its own half. Those chunks come first
-# because the previous tile in the stage gave them back first, and by then the other warpgroup is through with its softmax.
-CHUNKS_BEFORE_OTHER = 1 + HALF
+# After so many chunks of its scores a warpgroup multiplies the other's P. The rope columns and its own half come first, because the previous
+# tile in the stage gave them back first. Later, the other's stage would be free later; earlier, its softmax is not through.
+CHUNKS_BEFORE_OTHER = 3
 
 
 class ForwardSm90Wide(ForwardSm90):

@@ -5,7 +5,8 @@ is in base 2; the LSE handed out is in natural log. Pieces are added in a fixed 
 
 A thread owns four columns of one row. The longer a request's list of pieces, the more threads ("strands") share it, so that a row's pieces
 are all in flight at once and one long request fills the GPU, also among many short ones: up to four strands in a warp, whose sums meet by
-shuffles, and up to eight warps, whose sums meet in shared memory. Requests that one CTA covered are not touched.
+shuffles, and up to eight warps, whose sums meet in shared memory; fewer where the GPU would not hold all strands at once. Requests that one
+CTA covered are not touched.
 """
 
 import math
@@ -44,6 +45,7 @@ class Merge:
         self.out_dtype = cutlass_dtype(problem.query_dtype)
         self.partial_dtype = cutlass_dtype(problem.partial_dtype)
         self.return_lse = problem.return_lse
+        self.batch_invariant = problem.batch_invariant
         self.max_splits = MAX_REQUESTS if problem.batch_invariant else MAX_RANGES
 
     @cute.jit
@@ -95,17 +97,23 @@ class Merge:
 
         # Step 1: share out the work, in blocks of one request each. The schedule was complete before the forward started: it may be read
         # before the wait.
-        count, blocks = self.lay_out(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread)
+        most = Int32(STRANDS_LOG2)
+        count, blocks = self.lay_out(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread, most)
+        if cutlass.const_expr(not self.batch_invariant):  # there, the order of a row's sum must not depend on the batch
+            while (blocks > num_ctas) & (most > 0):
+                most -= 1
+                count, blocks = self.lay_out(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread, most)
         block = cta
         split, first_block = self.split_of(sEnds, count, block)
 
-        # Step 2: the forward's partials. Also where nothing is split: our end must not come before the forward's.
+        # Step 2: the forward's partials. One CTA waits also where nothing is split: our end must not come before the forward's.
         if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+            if cta < cutlass.max(blocks, 1):
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
         while block < blocks:
             request, first, pieces = sSplits[0, split], sSplits[1, split], sSplits[2, split]
-            strands_log2 = self.strands_log2(pieces)
+            strands_log2 = self.strands_log2(pieces, most)
             lane_log2 = cutlass.min(strands_log2, LANE_STRANDS_LOG2)
             warp_log2 = strands_log2 - lane_log2
             warp_vectors = Int32(32) >> lane_log2  # of a warp: neighbouring columns of one row
@@ -138,16 +146,17 @@ class Merge:
         sEnds: cute.Tensor,
         sWarpSums: cute.Tensor,
         thread: Int32,
+        most: Int32,
     ) -> tuple[Int32, Int32]:
         """The split requests and the block at which each ends, into shared memory. Their number, and all blocks.
 
-        A request's blocks follow from its pieces alone: the order of a row's sum does not depend on the batch.
+        `most`: log2 of the strands that a row may have.
         """
         count = mSchedule[0]
-        blocks = self.lay_out_some(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread, Int32(0), count, Int32(0))
+        blocks = self.lay_out_some(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread, most, Int32(0), count, Int32(0))
         if cutlass.const_expr(self.max_splits > THREADS):
             for base in cutlass.range(THREADS, count, THREADS, unroll=1):
-                blocks = self.lay_out_some(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread, base, count, blocks)
+                blocks = self.lay_out_some(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread, most, base, count, blocks)
         cute.arch.sync_threads()
         return count, blocks
 
@@ -160,6 +169,7 @@ class Merge:
         sEnds: cute.Tensor,
         sWarpSums: cute.Tensor,
         thread: Int32,
+        most: Int32,
         base: Int32,
         count: Int32,
         blocks: Int32,
@@ -172,19 +182,19 @@ class Merge:
             split = cute.make_rmem_tensor((SPLIT_WORDS,), Int32)
             cute.autovec_copy(cute.make_tensor((words + index * SPLIT_WORDS).align(16), cute.make_layout((SPLIT_WORDS,))), split)
             cute.autovec_copy(split, sSplits[None, index])
-            needed = ((Int32(self.rows * ROW_VECTORS) << self.strands_log2(split[2])) + THREADS - 1) // THREADS
+            needed = ((Int32(self.rows * ROW_VECTORS) << self.strands_log2(split[2], most)) + THREADS - 1) // THREADS
         before, added = block_scan(needed, sWarpSums, thread, WARPS)
         if index < count:
             sEnds[index] = blocks + before + needed
         return blocks + added
 
     @cute.jit
-    def strands_log2(self, pieces: Int32) -> Int32:
-        """As many strands as it takes to have all pieces of a row in flight at once, in powers of two."""
+    def strands_log2(self, pieces: Int32, most: Int32) -> Int32:
+        """As many strands as it takes to have all pieces of a row in flight at once, in powers of two; at most 2^most."""
         found = Int32(0)
         for i in cutlass.range_constexpr(STRANDS_LOG2):
             found += Int32(1) if pieces > BATCH << i else Int32(0)
-        return found
+        return cutlass.min(found, most)
 
     @cute.jit
     def split_of(self, sEnds: cute.Tensor, count: Int32, block: Int32) -> tuple[Int32, Int32]:

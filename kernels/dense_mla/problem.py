@@ -11,6 +11,8 @@ HEAD_DIM_V = 512  # the value is the latent part of the key record
 TILE_KEYS = 64  # keys of one WGMMA tile (its M)
 MAX_TILE_ROWS = 64  # query rows that one CTA holds: Q and two K stages fill the shared memory
 MAX_HEADS = 128
+FIXED_COST = 1  # what starting a request costs a CTA, in tiles of 16-bit keys
+FIXED_COST_E4M3 = 3  # in tiles of E4M3 keys, which take half as long
 MAX_QUERY_LEN = 16
 FP8_TILE_ROWS = 32  # the same with an E4M3 cache: one warpgroup holds the output of all 512 columns, 4 registers a row
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -93,6 +95,11 @@ class DecodeProblem:
     def needs_k_scale(self) -> bool:
         """Whether `run` takes the scale of the cache, by which its values were divided."""
         return self.kv_dtype == torch.float8_e4m3fn
+
+    @property
+    def fixed_cost(self) -> int:
+        """What starting a request costs a CTA, in tiles: the schedule counts it in."""
+        return FIXED_COST_E4M3 if self.needs_k_scale else FIXED_COST
 
     @property
     def query_dtype(self) -> torch.dtype:

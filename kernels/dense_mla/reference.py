@@ -150,7 +150,7 @@ def decode(
     _check_problem(problem, query, kv_cache)
     totals = lens if total_lens is None else total_lens.tolist()
     tiling = PageTiling(problem.page_size)
-    schedule = plan(lens, problem.page_size, num_ranges, problem.batch_invariant)
+    schedule = plan(lens, problem.page_size, num_ranges, problem.batch_invariant, problem.fixed_cost)
     slots = max_slots(len(lens), num_ranges, problem.batch_invariant)
     out_partial, lse_partial = _nan_partials(problem, slots, query.device, workspace)
 

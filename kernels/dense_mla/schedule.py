@@ -1,6 +1,6 @@
 """Who works on which keys: all requests' tiles laid end to end, cut into one contiguous range per CTA.
 
-A request of T > 0 tiles takes FIXED_COST + T units of the line, an empty one a single unit (its output still has to be written).
+A request of T > 0 tiles takes `fixed_cost` + T units of the line, an empty one a single unit (its output still has to be written).
 The line is cut every quantum = ceil(total / num_ranges) units, so no range costs more than one quantum, whatever the batch. A request
 that falls into one range is written straight to `out`; one that falls into several is split, and each of its pieces gets a partial slot.
 
@@ -26,8 +26,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from .paged_kv import PageTiling
+from .problem import FIXED_COST
 
-FIXED_COST = 1  # what starting a request costs a CTA, in tiles
 WHOLE_SLACK = 16  # ranges may exceed the quantum by this fraction of it where that keeps every request whole
 HEADER_WORDS = 8  # word 0: split requests; the rest is padding
 RANGE_WORDS = 8  # first_request, first_tile, last_request, end_tile, first_slot, last_slot, page of first_tile, 1 of padding
@@ -92,7 +92,9 @@ def schedule_words(num_ranges: int, max_requests: int, batch_invariant: bool = F
     return HEADER_WORDS + num_ranges * RANGE_WORDS + (max_requests if batch_invariant else num_ranges) * SPLIT_WORDS
 
 
-def plan(seq_lens: Sequence[int], page_size: int, num_ranges: int, batch_invariant: bool = False) -> Schedule:
+def plan(
+    seq_lens: Sequence[int], page_size: int, num_ranges: int, batch_invariant: bool = False, fixed_cost: int = FIXED_COST
+) -> Schedule:
     """Schedule of one step.
 
     Args:
@@ -100,19 +102,20 @@ def plan(seq_lens: Sequence[int], page_size: int, num_ranges: int, batch_invaria
         page_size: keys in a page.
         num_ranges: CTAs that share the work (`DecodeProblem.num_ranges`).
         batch_invariant: cut each request by its own length.
+        fixed_cost: what starting a request costs, in tiles (`DecodeProblem.fixed_cost`).
     """
     tiling = PageTiling(page_size)
     tiles = [tiling.num_tiles(n) for n in seq_lens]
     if batch_invariant:
-        return _invariant(tiles, num_ranges)
-    starts = list(accumulate((t + FIXED_COST if t else 1 for t in tiles), initial=0))
+        return _invariant(tiles, num_ranges, fixed_cost)
+    starts = list(accumulate((t + fixed_cost if t else 1 for t in tiles), initial=0))
     quantum = max(-(-starts[-1] // num_ranges), 1)
     # Requests that start in range g are firsts[g] to firsts[g + 1] - 1.
     firsts = [bisect_left(starts, g * quantum, hi=len(tiles)) for g in range(num_ranges + 1)]
     largest = max(starts[end] - starts[begin] for begin, end in pairwise(firsts))
     if largest <= quantum + quantum // WHOLE_SLACK:
         return _whole(tiles, firsts)
-    return _cut(tiles, starts, quantum, num_ranges)
+    return _cut(tiles, starts, quantum, num_ranges, fixed_cost)
 
 
 def _whole(tiles: Sequence[int], firsts: Sequence[int]) -> Schedule:
@@ -126,10 +129,10 @@ def _whole(tiles: Sequence[int], firsts: Sequence[int]) -> Schedule:
     )
 
 
-def _cut(tiles: Sequence[int], starts: Sequence[int], quantum: int, num_ranges: int) -> Schedule:
+def _cut(tiles: Sequence[int], starts: Sequence[int], quantum: int, num_ranges: int, fixed_cost: int) -> Schedule:
     """A cut every `quantum` units, wherever it falls."""
     # Unit of a request's first tile; an empty request owns one unit and no tile.
-    first_units = [start + (FIXED_COST if t else 0) for start, t in zip(starts, tiles)]
+    first_units = [start + (fixed_cost if t else 0) for start, t in zip(starts, tiles)]
     first_range = [unit // quantum for unit in first_units]
     last_range = [(end - 1) // quantum for end in starts[1:]]
     is_split = [first < last for first, last in zip(first_range, last_range)]
@@ -153,11 +156,11 @@ def _cut(tiles: Sequence[int], starts: Sequence[int], quantum: int, num_ranges: 
     return Schedule(tuple(cut_range(g) for g in range(num_ranges)), splits)
 
 
-def _invariant(tiles: Sequence[int], num_ranges: int) -> Schedule:
+def _invariant(tiles: Sequence[int], num_ranges: int, fixed_cost: int) -> Schedule:
     """Every request cut by its own length; a range takes the pieces that start in it."""
     lengths = [invariant_piece_tiles(t) for t in tiles]
     counts = [max(-(-t // length), 1) for t, length in zip(tiles, lengths)]
-    starts = list(accumulate((t + n * FIXED_COST if t else 1 for t, n in zip(tiles, counts)), initial=0))
+    starts = list(accumulate((t + n * fixed_cost if t else 1 for t, n in zip(tiles, counts)), initial=0))
     quantum = max(-(-starts[-1] // num_ranges), 1)
 
     def first_piece(unit: int) -> tuple[int, int]:
@@ -165,7 +168,7 @@ def _invariant(tiles: Sequence[int], num_ranges: int) -> Schedule:
         if unit >= starts[-1]:
             return len(tiles), 0
         r = bisect_right(starts, unit) - 1
-        piece = -(-(unit - starts[r]) // (lengths[r] + FIXED_COST))
+        piece = -(-(unit - starts[r]) // (lengths[r] + fixed_cost))
         return (r, piece) if piece < counts[r] else (r + 1, 0)
 
     cuts = [first_piece(g * quantum) for g in range(num_ranges + 1)]

@@ -15,7 +15,6 @@ from .block_scan import block_scan
 from .paged_kv import PageTiling
 from .problem import DecodeProblem
 from .schedule import (
-    FIXED_COST,
     HEADER_WORDS,
     INVARIANT_PIECES,
     MAX_REQUESTS,
@@ -37,6 +36,7 @@ class ScheduleKernel:
         self.dependent_launch = dependent_launch
         self.tiling = PageTiling(problem.page_size)
         self.batch_invariant = problem.batch_invariant
+        self.fixed_cost = problem.fixed_cost
 
     @cute.jit
     def __call__(
@@ -73,7 +73,7 @@ class ScheduleKernel:
             units = Int32(0)
             if request < requests:
                 tiles = self.tiling.num_tiles(mSeqLens[request])
-                units = tiles + self.pieces(tiles) * FIXED_COST if tiles > 0 else Int32(1)
+                units = tiles + self.pieces(tiles) * self.fixed_cost if tiles > 0 else Int32(1)
             before, added = block_scan(units, sWarpSums, thread, WARPS)
             if request < requests:
                 sStarts[request] = total + before
@@ -163,7 +163,7 @@ class ScheduleKernel:
         if unit < sStarts[requests]:
             found = self.request_at(sStarts, requests, unit)
             tiles = self.tiling.num_tiles(mSeqLens[found])
-            stride = invariant_piece_tiles(tiles) + FIXED_COST
+            stride = invariant_piece_tiles(tiles) + self.fixed_cost
             index = (unit - sStarts[found] + stride - 1) // stride
             fits = index < cutlass.max(self.pieces(tiles), 1)
             request = found if fits else found + 1
@@ -281,13 +281,13 @@ class ScheduleKernel:
     def tiles(self, sStarts: cute.Tensor, request: Int32) -> Int32:
         """Tiles of a request, from its units: an empty one has a single unit and no tile."""
         units = sStarts[request + 1] - sStarts[request]
-        return units - FIXED_COST if units > 1 else Int32(0)
+        return units - self.fixed_cost if units > 1 else Int32(0)
 
     @cute.jit
     def first_unit(self, sStarts: cute.Tensor, request: Int32) -> Int32:
         """Unit of a request's first tile; an empty request owns one unit and pays no fixed cost."""
         start = sStarts[request]
-        return start + FIXED_COST if sStarts[request + 1] - start > 1 else start
+        return start + self.fixed_cost if sStarts[request + 1] - start > 1 else start
 
     @cute.jit
     def request_at(self, sStarts: cute.Tensor, requests: Int32, unit: Int32) -> Int32:

@@ -59,7 +59,7 @@ def test_chunk_order() -> None:
 
     cute.compile(trace, ForwardSm90Wide(FORWARDS[0]), options="--gpu-arch sm_90a")
     assert orders == {0: [8, 0, 1, 2, 3, 4, 5, 6, 7], 1: [8, 4, 5, 6, 7, 0, 1, 2, 3]}
-    assert CHUNKS_BEFORE_OTHER == 5
+    assert CHUNKS_BEFORE_OTHER < 1 + 4  # the other's P V comes before the first chunk that waits for it
 
 
 def coordinates(tensor: Any) -> list[tuple[int, ...]]:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dense_mla.paged_kv import PageTiling
+from dense_mla.problem import FIXED_COST, FIXED_COST_E4M3
 from dense_mla.reference import Piece, pieces
 from dense_mla.schedule import (
-    FIXED_COST,
     INVARIANT_PIECES,
     NO_SLOT,
     WHOLE_SLACK,
@@ -28,9 +28,9 @@ PAGE_SIZES = [16, 32, 48, 64, 80, 128, 528, 768, 944, 1024]
 RANGES = [1, 2, 7, 33, 44, 66, 114, 132]
 
 
-def check(seq_lens: list[int], page_size: int, num_ranges: int, batch_invariant: bool = False) -> Schedule:
+def check(seq_lens: list[int], page_size: int, num_ranges: int, batch_invariant: bool = False, fixed_cost: int = FIXED_COST) -> Schedule:
     """Assert all properties of one schedule."""
-    schedule = plan(seq_lens, page_size, num_ranges, batch_invariant)
+    schedule = plan(seq_lens, page_size, num_ranges, batch_invariant, fixed_cost)
     tiles = [PageTiling(page_size).num_tiles(n) for n in seq_lens]
     work = list(pieces(schedule, tiles, batch_invariant))
     assert len(schedule.ranges) == num_ranges
@@ -52,38 +52,38 @@ def check(seq_lens: list[int], page_size: int, num_ranges: int, batch_invariant:
     assert {s.request: (s.first_slot, s.pieces) for s in schedule.splits} == expected
     assert [s.request for s in schedule.splits] == sorted(expected)
     if batch_invariant:
-        check_invariance(schedule, work, tiles, num_ranges)
+        check_invariance(schedule, work, tiles, num_ranges, fixed_cost)
     else:
-        check_balance(schedule, tiles, num_ranges)
+        check_balance(schedule, tiles, num_ranges, fixed_cost)
     return schedule
 
 
-def check_invariance(schedule: Schedule, work: list[Piece], tiles: list[int], num_ranges: int) -> None:
+def check_invariance(schedule: Schedule, work: list[Piece], tiles: list[int], num_ranges: int, fixed_cost: int) -> None:
     """Every request cut as it would be alone, no range longer than its share and one piece."""
     for request, count in enumerate(tiles):
         length = invariant_piece_tiles(count)
         cuts = [(p.first_tile, p.end_tile) for p in work if p.request == request]
         assert cuts == [(t, min(t + length, count)) for t in range(0, max(count, 1), length)]
         assert len(cuts) <= INVARIANT_PIECES
-    cost = {(p.request, p.first_tile): p.end_tile - p.first_tile + FIXED_COST if tiles[p.request] else 1 for p in work}
+    cost = {(p.request, p.first_tile): p.end_tile - p.first_tile + fixed_cost if tiles[p.request] else 1 for p in work}
     quantum = -(-sum(cost.values()) // num_ranges)
     for r in schedule.ranges:
         mine = [cost[p.request, p.first_tile] for p in pieces(Schedule((r,), ()), tiles, True)]
         assert sum(mine) <= quantum + max(mine, default=0)
 
 
-def check_balance(schedule: Schedule, tiles: list[int], num_ranges: int) -> None:
+def check_balance(schedule: Schedule, tiles: list[int], num_ranges: int, fixed_cost: int) -> None:
     """No range costs more than its share of the line, rounded up; where no request is split, WHOLE_SLACK more."""
-    total = sum(FIXED_COST + t if t else 1 for t in tiles)
+    total = sum(fixed_cost + t if t else 1 for t in tiles)
     quantum = -(-total // num_ranges)
     slack = quantum // WHOLE_SLACK if not schedule.splits else 0
     for r in schedule.ranges:
         cost = 0
         for p in pieces(Schedule((r,), ()), tiles):
-            starts_here = FIXED_COST if p.first_tile == 0 else 0
+            starts_here = fixed_cost if p.first_tile == 0 else 0
             cost += 1 if tiles[p.request] == 0 else p.end_tile - p.first_tile + starts_here
         # The units of a request's start may lie in the range before that of its first tile: they are no reason for a range to be longer.
-        assert cost <= quantum + max(FIXED_COST, slack)
+        assert cost <= quantum + max(fixed_cost, slack)
         assert sum(p.end_tile - p.first_tile for p in pieces(Schedule((r,), ()), tiles)) <= quantum + slack
 
 
@@ -96,9 +96,10 @@ lens = st.one_of(st.just(0), st.integers(0, 200), st.sampled_from([1, 63, 64, 65
     page_size=st.sampled_from(PAGE_SIZES),
     num_ranges=st.sampled_from(RANGES),
     batch_invariant=st.booleans(),
+    fixed_cost=st.sampled_from([FIXED_COST, FIXED_COST_E4M3]),
 )
-def test_any_batch(seq_lens: list[int], page_size: int, num_ranges: int, batch_invariant: bool) -> None:
-    check(seq_lens, page_size, num_ranges, batch_invariant)
+def test_any_batch(seq_lens: list[int], page_size: int, num_ranges: int, batch_invariant: bool, fixed_cost: int) -> None:
+    check(seq_lens, page_size, num_ranges, batch_invariant, fixed_cost)
 
 
 def test_three_thousand_random_batches() -> None:
@@ -107,7 +108,7 @@ def test_three_thousand_random_batches() -> None:
         batch = rng.randint(0, 4) if number % 3 == 0 else rng.randint(0, 64)
         longest = rng.choice([1, 100, 5000, 20_000])
         seq_lens = [rng.choice([0, rng.randint(0, longest)]) for _ in range(batch)]
-        check(seq_lens, rng.choice(PAGE_SIZES), rng.choice(RANGES), batch_invariant=number % 2 == 0)
+        check(seq_lens, rng.choice(PAGE_SIZES), rng.choice(RANGES), number % 2 == 0, (FIXED_COST, FIXED_COST_E4M3)[number // 2 % 2])
 
 
 @pytest.mark.parametrize("batch", [1, 8, 131, 132, 133, 256, 1024])
