@@ -1,16 +1,14 @@
-"""The portable forward on a GPU: every test of the decoder once more with that kernel forced, in this GPU's tile and in the one of 99 KB GPUs."""
+"""The portable forward on a GPU: every test of the decoder once more with that kernel forced. The tile of 99 KB GPUs: test_decoder_sm80_small.py."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
 
 import cases
-from dense_mla.compiled import CompiledKernels, compile_kernels
 from dense_mla.decoder import DenseMLADecoder
-from dense_mla.problem import DecodeProblem
 from steps import DEVICE, DTYPES, Step, captured, decode
 from test_decoder import (  # noqa: F401
     test_any_number_of_pieces_repeats_to_the_bit,
@@ -40,32 +38,11 @@ from test_decoder_modes import (  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 
-SMALL_SHARED_MEMORY = 101_376  # of SM86, SM89 and SM12x: tiles of 16 keys
 
-
-@cache
-def small_tile_kernels(problem: DecodeProblem) -> CompiledKernels:
-    import cutlass.cute as cute
-
-    from dense_mla.forward_sm80 import ForwardSm80, fake_arguments
-
-    kernels = compile_kernels(problem, torch.cuda.get_device_capability(DEVICE))
-    major, minor = torch.cuda.get_device_capability(DEVICE)
-    forward = ForwardSm80(problem, SMALL_SHARED_MEMORY, dependent_launch=major >= 9)
-    assert forward.tile.keys == 16
-    options = f"--gpu-arch sm_{major}{minor}{'a' if major >= 9 else ''} --enable-tvm-ffi"
-    return CompiledKernels(kernels.schedule, cute.compile(forward, *fake_arguments(problem), options=options), kernels.merge, forward.row_tiles)
-
-
-def prepare_small_tile(problem: DecodeProblem, device: torch.device, *, max_requests: int) -> DenseMLADecoder:
-    return DenseMLADecoder(problem, device, max_requests, small_tile_kernels(problem))
-
-
-@pytest.fixture(autouse=True, params=["this GPU's tile", "99 KB tile"])
-def portable_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever prepares a decoder in these tests gets the portable forward."""
-    forced = partial(DenseMLADecoder.prepare, kernel="sm80")
-    monkeypatch.setattr(DenseMLADecoder, "prepare", forced if request.param == "this GPU's tile" else prepare_small_tile)
+    monkeypatch.setattr(DenseMLADecoder, "prepare", partial(DenseMLADecoder.prepare, kernel="sm80"))
 
 
 def test_the_portable_forward_is_what_runs() -> None:

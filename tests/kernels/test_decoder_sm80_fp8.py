@@ -94,7 +94,7 @@ def test_heads(heads: int) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 48, 944])
 def test_page_sizes(page_size: int) -> None:
-    test_decoder_fp8.test_page_sizes(page_size, 24)
+    test_decoder_fp8.test_page_sizes(24, page_size)
 
 
 @pytest.mark.parametrize("k_scale", [0.06, 2.5])
