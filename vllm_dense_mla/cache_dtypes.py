@@ -40,7 +40,7 @@ def refuse_cache_dtype(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> 
     """Why a model of a dtype cannot have this cache, or None where it can. A model dtype that is refused itself is not spoken of."""
     name = kv_cache_dtype or "auto"
     if name not in supported_cache_dtypes():
-        missing = "the kernel of an FP8 KV cache has not passed its tests yet" if name in E4M3 else _FP8_REASONS.get(name)
+        missing = "an FP8 KV cache has not been served through vLLM with it yet" if name in E4M3 else _FP8_REASONS.get(name)
         return f"kv_cache_dtype must be {_listed(supported_cache_dtypes())}, got {name}" + (f": {missing}" if missing else "")
     if model_dtype not in _MODEL_DTYPES:
         return None

@@ -149,7 +149,7 @@ def test_fp8_is_read_wherever_there_is_a_kernel(fp8, monkeypatch):
 
 
 def test_kernels_without_fp8(no_fp8, vllm_config, no_workspace):
-    message = "kv_cache_dtype must be auto, float16 or bfloat16, got fp8: the kernel of an FP8 KV cache has not passed its tests yet"
+    message = "kv_cache_dtype must be auto, float16 or bfloat16, got fp8: an FP8 KV cache has not been served through vLLM with it yet"
     assert reasons(kv_cache_dtype="fp8") == [message]
     with pytest.raises(NotImplementedError, match=f"^DENSE_MLA: {message}$"):
         make_impl(vllm_config, kv_cache_dtype="fp8")

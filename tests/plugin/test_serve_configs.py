@@ -66,7 +66,7 @@ def refusal(expected: Expected) -> str | None:
     """What the backend says to this deployment, by its own capabilities: the file is right before the backend takes it, and says so."""
     reason = unsupported_reason(expected.capability)
     if reason is None and expected.kv_cache_dtype != "bfloat16" and not reads_fp8():
-        reason = "kv_cache_dtype must be auto, float16 or bfloat16, got fp8: the kernel of an FP8 KV cache has not passed its tests yet"
+        reason = "kv_cache_dtype must be auto, float16 or bfloat16, got fp8: an FP8 KV cache has not been served through vLLM with it yet"
     return reason
 
 
