@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from dense_mla import unsupported_reason
+from dense_mla.kernel_cache import CACHE_DIR_VARIABLE
+
+
+@pytest.fixture(scope="session")
+def kernel_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of compiled kernels for all tests that run without a GPU."""
+    return tmp_path_factory.mktemp("kernels") / "cache"
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_cache_of_the_user(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernel_cache_folder: Path) -> None:
+    """Tests of the kernels on a GPU use the user's cache, so that a second run compiles nothing; no other test touches it."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv(CACHE_DIR_VARIABLE, str(kernel_cache_folder))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

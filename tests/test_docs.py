@@ -19,7 +19,7 @@ from dense_mla.paged_kv import PageTiling
 from dense_mla.problem import FIXED_COST
 from dense_mla.schedule import plan
 from vllm_dense_mla import __version__, cli
-from vllm_dense_mla.registration import BACKEND_NAME, PARTIAL_DTYPE_VARIABLE
+from vllm_dense_mla.registration import BACKEND_NAME, CACHE_DIR_VARIABLE, PARTIAL_DTYPE_VARIABLE
 from vllm_dense_mla.settings import DenseMLASettings, load_settings
 
 ROOT = Path(__file__).parents[1]
@@ -174,13 +174,13 @@ def test_the_errors_of_the_deployment_page_are_the_self_test_s() -> None:
 CALLERS = ("arch.py", "decoder.py", "reference.py", "compiled.py", "schedule.py", "__init__.py", "problem.py")  # of the kernels, not operators
 
 
-NAMES = {"BACKEND_NAME": BACKEND_NAME, "PARTIAL_DTYPE_VARIABLE": PARTIAL_DTYPE_VARIABLE}
+NAMES = {"BACKEND_NAME": BACKEND_NAME, "CACHE_DIR_VARIABLE": CACHE_DIR_VARIABLE, "PARTIAL_DTYPE_VARIABLE": PARTIAL_DTYPE_VARIABLE}
 
 
 def template(node: ast.expr) -> Iterator[str]:
     """The text of a message, with … for every value; both of a conditional one."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value:
-        yield node.value
+        yield re.sub(r"%[sd]", "…", node.value)  # of logging
     elif isinstance(node, ast.JoinedStr):
         yield "".join(part.value if isinstance(part, ast.Constant) else NAMES.get(ast.unparse(part.value), "…") for part in node.values)
     elif isinstance(node, ast.IfExp):
@@ -189,7 +189,7 @@ def template(node: ast.expr) -> Iterator[str]:
 
 @cache
 def messages() -> dict[str, str]:
-    """Every message that the packages raise, refuse with or report as failed: its template, and the file."""
+    """Every message that the packages raise, refuse with, warn of or report as failed: its template, and the file."""
     found: dict[str, str] = {}
     for path in sorted([*ROOT.glob("vllm_dense_mla/*.py"), *ROOT.glob("kernels/dense_mla/*.py")]):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -202,6 +202,8 @@ def messages() -> dict[str, str]:
                 texts = [node.body]
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "reasons.append":
                 texts = node.args
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("logger.warning", "_warn_once"):
+                texts = node.args[:1]
             elif isinstance(node, ast.Call) and [ast.unparse(argument) for argument in node.args[1:2]] == ["'failed'"]:
                 texts = node.args[2:3]
             for text in texts:

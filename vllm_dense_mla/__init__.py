@@ -16,7 +16,7 @@ def register() -> None:
     included: `import vllm` imports it). Loads no kernel, starts no CUDA, and reads no setting: a bad setting has to stop the engine,
     with its line, and not the processes that only parse arguments or inspect models.
     """
-    from .registration import register_backend_name, register_environment_variable
+    from .registration import register_backend_name, register_environment_variables
 
     register_backend_name()
-    register_environment_variable()
+    register_environment_variables()

@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import torch
 
 from dense_mla import DecodeProblem, reference, unsupported_reason
 from dense_mla.arch import ARCHITECTURES, compile_target, forward_class
+from dense_mla.kernel_cache import OFF, cache_contents
 from dense_mla.problem import PARTIAL_DTYPES, TILE_KEYS
 
 from . import __version__
@@ -184,15 +185,26 @@ def _kernel_line(name: str, capabilities: list[tuple[int, int]], here: dict[int,
 
 
 def _check_settings() -> Check:
-    from .registration import PARTIAL_DTYPE_VARIABLE
+    from .registration import CACHE_DIR_VARIABLE, PARTIAL_DTYPE_VARIABLE
     from .settings import load_settings
 
     settings = load_settings()
     lines = [f"partial dtype {settings.partial_dtype} ({settings.partial_dtype_source})"]
+    values: dict[str, dict[str, Any]] = {PARTIAL_DTYPE_VARIABLE: {"value": settings.partial_dtype, "source": settings.partial_dtype_source}}
+    cache_line, values[CACHE_DIR_VARIABLE] = _kernel_cache(settings.cache_folder, settings.cache_dir_source)
+    lines.append(cache_line)
     lines += [f"{name} {os.environ[name]!r} (environment)" if name in os.environ else f"{name} not set" for name in VARIABLES]
-    values = {PARTIAL_DTYPE_VARIABLE: {"value": settings.partial_dtype, "source": settings.partial_dtype_source}}
     values |= {name: {"value": os.environ[name], "source": "environment"} for name in VARIABLES if name in os.environ}
     return Check("settings", "ok", "\n".join(lines), {"settings": values})
+
+
+def _kernel_cache(folder: Path | None, source: str) -> tuple[str, dict[str, Any]]:
+    """Where compiled kernels are kept and how many there are, as a line and as values."""
+    if folder is None:
+        return f"kernel cache {OFF} ({source})", {"value": OFF, "source": source}
+    contents = cache_contents(folder)
+    held = f"{contents.entries} kernels of {contents.bytes:,} bytes" if contents.refusal is None else f"not used: {contents.refusal}"
+    return f"kernel cache {folder} ({source}): {held}", {"value": str(folder), "source": source, **asdict(contents)}
 
 
 def _check_answers() -> Check:

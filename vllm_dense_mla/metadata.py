@@ -17,7 +17,9 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from dense_mla.arch import compile_target, forward_class
+from dense_mla.compiled import preparation
 from dense_mla.decoder import DenseMLADecoder
+from dense_mla.kernel_cache import OFF
 from dense_mla.problem import DecodeProblem
 from dense_mla.workspace import WorkspaceSize
 
@@ -116,7 +118,9 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder[DenseMLAMetadata]):
         problems = self._steps.problems(self.page_size, settings.torch_dtype, causal=causal, context_rank=rank)
         for problem in problems.values():
             if problem not in self._prepared:
-                decoder = DenseMLADecoder.prepare(problem, self.device, max_requests=self._steps.max_num_seqs)
+                decoder = DenseMLADecoder.prepare(
+                    problem, self.device, max_requests=self._steps.max_num_seqs, cache_dir=settings.cache_folder or OFF
+                )
                 buckets = size_buckets(problem, self._steps.capture_sizes, self._steps.max_num_seqs, decoder.sm_count)
                 self._prepared[problem] = PreparedStep(decoder, decoder.empty_schedule(), buckets)
         return problems
@@ -204,7 +208,7 @@ def _first(lens: torch.Tensor | None, requests: int) -> torch.Tensor | None:
 
 
 def _log_once(decoders: list[DenseMLADecoder], tables: WorkspaceTables, settings: DenseMLASettings) -> None:
-    """What runs here, in one line, and the bucket tables; at INFO from rank 0, once however many builders there are."""
+    """What runs here, where its kernels come from, and the bucket tables; at INFO from rank 0, once however many builders there are."""
     problem = decoders[0].problem
     logger.info_once(
         "%s backend: kernel %s, KV cache %s, partial dtype %s (%s), %d heads per rank, %s, page size %d, workspace %d bytes%s",
@@ -218,6 +222,16 @@ def _log_once(decoders: list[DenseMLADecoder], tables: WorkspaceTables, settings
         problem.page_size,
         tables.largest.total_bytes,
         ", batch invariant" if problem.batch_invariant else "",
+        scope="global",
+    )
+    took = preparation()
+    logger.info_once(
+        "%s kernels: %d compiled, %d loaded from the cache (%s), %.1f s",
+        BACKEND_NAME,
+        took.compiled,
+        took.loaded,
+        settings.cache_folder or OFF,
+        took.seconds,
         scope="global",
     )
     logger.info_once("%s workspace of each decode batch:\n%s", BACKEND_NAME, str(tables), scope="global")

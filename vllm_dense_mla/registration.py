@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 BACKEND_NAME = "DENSE_MLA"
 BACKEND_PATH = "vllm_dense_mla.backend.DenseMLABackend"
 PARTIAL_DTYPE_VARIABLE = "VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"
+CACHE_DIR_VARIABLE = "VLLM_K3_DENSE_MLA_CACHE_DIR"
 
 
 def register_backend_name() -> AttentionBackendEnum:
@@ -28,12 +29,14 @@ def register_backend_name() -> AttentionBackendEnum:
     return member
 
 
-def register_environment_variable() -> None:
-    """Make our variable one that vLLM knows: it warns about others that start with VLLM_, and refuses them when told to validate."""
+def register_environment_variables() -> None:
+    """Make our variables ones that vLLM knows: it warns about others that start with VLLM_, and refuses them when told to validate."""
     from vllm import envs
 
     # The raw text: a bad value is reported by settings.py, where it is used.
     envs.environment_variables[PARTIAL_DTYPE_VARIABLE] = lambda: os.environ.get(PARTIAL_DTYPE_VARIABLE)
+    # No value: vLLM compiles a model anew when one of its variables has another, and where kernels are kept changes none.
+    envs.environment_variables[CACHE_DIR_VARIABLE] = lambda: None
 
 
 def _reduce(protocol: int) -> tuple[Any, ...]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from .registration import PARTIAL_DTYPE_VARIABLE
+from dense_mla.kernel_cache import OFF, cache_folder
+
+from .registration import CACHE_DIR_VARIABLE, PARTIAL_DTYPE_VARIABLE
 
 PartialDtype = Literal["bf16", "fp32"]
 _SPELLINGS = {"bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
@@ -18,6 +21,11 @@ _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def _canonical(value: Any) -> Any:
     return _SPELLINGS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _absolute(value: str) -> str:
+    cache_folder(value)
+    return value or OFF
 
 
 class DenseMLASettings(BaseSettings):
@@ -31,6 +39,13 @@ class DenseMLASettings(BaseSettings):
     FP32 saves one rounding of every partial and takes twice the bytes of out_partial. The splits and the KV cache are the same.
     """
 
+    cache_dir: Annotated[str, AfterValidator(_absolute)] = Field("~/.cache/vllm-dense-mla", validation_alias=CACHE_DIR_VARIABLE)
+    """Folder where compiled kernels are kept between starts: an absolute path, or `off` (or empty) to compile at every start.
+
+    If the variable is not set and `XDG_CACHE_HOME` is, the folder is `vllm-dense-mla` in that. What lies there is run as code: the folder is
+    made for its owner alone, and one that belongs to or can be written by somebody else is not used.
+    """
+
     @property
     def torch_dtype(self) -> torch.dtype:
         """`partial_dtype` as torch names it."""
@@ -40,6 +55,16 @@ class DenseMLASettings(BaseSettings):
     def partial_dtype_source(self) -> str:
         """Where `partial_dtype` comes from: the variable's name, or "default"."""
         return PARTIAL_DTYPE_VARIABLE if "partial_dtype" in self.model_fields_set else "default"
+
+    @property
+    def cache_dir_source(self) -> str:
+        """Where `cache_dir` comes from: the variable's name, or "default"."""
+        return CACHE_DIR_VARIABLE if "cache_dir" in self.model_fields_set else "default"
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """The folder that `cache_dir` names, or None where nothing is kept."""
+        return cache_folder(self.cache_dir if "cache_dir" in self.model_fields_set else None)
 
 
 @cache
@@ -52,5 +77,8 @@ def load_settings() -> DenseMLASettings:
     try:
         return DenseMLASettings()
     except ValidationError as error:
-        value = error.errors()[0]["input"]
+        first = error.errors()[0]
+        variable, value = first["loc"][0], first["input"]
+        if variable == CACHE_DIR_VARIABLE:
+            raise ValueError(f"{CACHE_DIR_VARIABLE} must be an absolute path or off, got {value!r}") from None
         raise ValueError(f"{PARTIAL_DTYPE_VARIABLE} must be bf16, fp32, bfloat16 or float32 (any case), got {value!r}") from None

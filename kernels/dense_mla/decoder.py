@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from .compiled import LOG2_E, CompiledKernels, prepared_kernels
@@ -33,18 +35,26 @@ class DenseMLADecoder:
 
     @classmethod
     def prepare(
-        cls, problem: DecodeProblem, device: torch.device, *, max_requests: int, kernel: str | None = None
+        cls,
+        problem: DecodeProblem,
+        device: torch.device,
+        *,
+        max_requests: int,
+        kernel: str | None = None,
+        cache_dir: str | Path | None = None,
     ) -> DenseMLADecoder:
         """Compiles and loads everything that `schedule` and `run` launch.
 
         Args:
-            problem: what is static. Compiled once per problem and device, about 5 seconds; later calls share it.
+            problem: what is static. Compiled once per problem and device, about 5 seconds, or loaded from the cache; later calls share it.
             device: a CUDA device with a supported compute capability.
             max_requests: the largest batch that will be run, 1 to 4096.
             kernel: "sm80" forces the portable kernel, which is not verified on hardware yet; by default a GPU runs the fastest that it has.
+            cache_dir: folder of compiled kernels, an absolute path, or "off"; by default what VLLM_K3_DENSE_MLA_CACHE_DIR says, or
+                ~/.cache/vllm-dense-mla.
 
         Raises:
-            ValueError: an unsupported device or a batch out of range.
+            ValueError: an unsupported device, a batch out of range, or a folder that is no absolute path.
             RuntimeError: a CUDA graph is being captured and the kernels are not compiled yet.
         """
         if not 1 <= max_requests <= MAX_REQUESTS:
@@ -52,7 +62,7 @@ class DenseMLADecoder:
         if device.type != "cuda":
             raise ValueError(f"device must be a CUDA device, got {device}")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        decoder = cls(problem, device, max_requests, prepared_kernels(problem, device, kernel))
+        decoder = cls(problem, device, max_requests, prepared_kernels(problem, device, kernel, cache_dir))
         if not torch.cuda.is_current_stream_capturing():
             decoder._load()
         return decoder

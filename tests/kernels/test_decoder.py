@@ -12,6 +12,7 @@ import torch
 import cases
 from dense_mla import reference
 from dense_mla.decoder import DenseMLADecoder
+from dense_mla.kernel_cache import KernelCache
 from dense_mla.paged_kv import PageTiling
 from dense_mla.problem import DecodeProblem
 from dense_mla.reference import attention, relative_l2
@@ -260,6 +261,7 @@ def test_nothing_is_allocated_or_compiled_after_prepare(monkeypatch: pytest.Monk
 
     step = decode(cases.gaussian(MIXED_LENGTHS, DEVICE), torch.bfloat16)
     monkeypatch.setattr(cute, "compile", lambda *args, **kwargs: pytest.fail("compiled after prepare"))
+    monkeypatch.setattr(KernelCache, "fetch", lambda *args: pytest.fail("loaded after prepare"))
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     for _ in range(10):
         step.plan()

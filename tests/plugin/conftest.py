@@ -140,8 +140,8 @@ def vllm_config(engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 class ReferenceDecoder:
     """`DenseMLADecoder`'s door with the reference behind it: the same schedule, workspace and rounding, on the CPU."""
 
-    def __init__(self, problem: Any, device: torch.device, max_requests: int) -> None:
-        self.problem, self.device, self.max_requests = problem, device, max_requests
+    def __init__(self, problem: Any, device: torch.device, max_requests: int, cache_dir: Any = None) -> None:
+        self.problem, self.device, self.max_requests, self.cache_dir = problem, device, max_requests, cache_dir
         self.sm_count = SM_COUNT
         self.num_ranges = problem.num_ranges(SM_COUNT)
         self.scheduled: list[list[int]] = []
@@ -196,8 +196,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[ReferenceDecoder]:
 
     decoders: list[ReferenceDecoder] = []
 
-    def prepare(problem: Any, device: torch.device, *, max_requests: int) -> ReferenceDecoder:
-        decoders.append(ReferenceDecoder(problem, device, max_requests))
+    def prepare(problem: Any, device: torch.device, *, max_requests: int, cache_dir: Any) -> ReferenceDecoder:
+        decoders.append(ReferenceDecoder(problem, device, max_requests, cache_dir))
         return decoders[-1]
 
     monkeypatch.setattr(metadata, "DenseMLADecoder", SimpleNamespace(prepare=prepare))

@@ -8,8 +8,10 @@ import pytest
 import torch
 from conftest import HEADS, MAX_MODEL_LEN, MAX_NUM_SEQS, make_builder, prepared_buckets, step
 
+from dense_mla.compiled import Preparation
+from vllm_dense_mla import metadata
 from vllm_dense_mla.metadata import DenseMLADecodeMetadata, DenseMLAMetadata
-from vllm_dense_mla.registration import PARTIAL_DTYPE_VARIABLE
+from vllm_dense_mla.registration import CACHE_DIR_VARIABLE, PARTIAL_DTYPE_VARIABLE
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 768, 944])
@@ -110,13 +112,23 @@ def test_one_line_says_what_is_live(vllm_config, prepared, log, monkeypatch, tex
     builder = make_builder(vllm_config)
     make_builder(vllm_config)
     builder.build(0, step([10]))
-    line, table = log
+    line, kernels, table = log
     assert line.getMessage() == (
         f"DENSE_MLA backend: kernel ForwardSm90 for sm_90a, KV cache bfloat16, partial dtype {text or 'bf16'} ({source}), "
         f"{HEADS} heads per rank, 1 query token, page size 64, workspace {prepared_buckets(builder)[1].largest.total_bytes} bytes"
     )
     assert table.getMessage() == f"DENSE_MLA workspace of each decode batch:\n{prepared_buckets(builder)[1]}"
-    assert line.levelno == table.levelno == logging.INFO
+    assert line.levelno == kernels.levelno == table.levelno == logging.INFO
+
+
+@pytest.mark.parametrize("folder", ["/somewhere/else", "off"])
+def test_a_line_says_where_kernels_come_from(vllm_config, prepared, log, monkeypatch, folder):
+    """What preparing took until now; the folder is that of the settings."""
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, folder)
+    monkeypatch.setattr(metadata, "preparation", lambda: Preparation(compiled=4, loaded=7, seconds=3.25))
+    make_builder(vllm_config)
+    assert log[1].getMessage() == f"DENSE_MLA kernels: 4 compiled, 7 loaded from the cache ({folder}), 3.2 s"
+    assert str(prepared[0].cache_dir) == folder
 
 
 def test_other_ranks_are_silent(vllm_config, prepared, log, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from vllm_dense_mla import __version__, check, cli
 from vllm_dense_mla.check import Check, Report, collect_report
+from vllm_dense_mla.settings import load_settings
 
 
 @pytest.fixture
@@ -70,6 +72,29 @@ def test_json_holds_the_same_and_the_numbers(monkeypatch: pytest.MonkeyPatch, ca
         (heads, page, dtype) for heads, page in check.SELF_TESTS for dtype in ("bf16", "fp32")
     ]
     assert all(1.0 <= each["error"] <= each["bound"] for each in results)
+
+
+def test_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The folder, where it comes from and what it holds, or why it is not used; nothing is made by looking."""
+    variable = "VLLM_K3_DENSE_MLA_CACHE_DIR"
+    folder = tmp_path / "cache"
+
+    def line(value: str) -> tuple[str, dict[str, Any]]:
+        monkeypatch.setenv(variable, value)
+        load_settings.cache_clear()
+        found = check._check_settings()
+        assert found.status == "ok"
+        return found.text.splitlines()[1], found.values["settings"][variable]
+
+    assert line("off") == (f"kernel cache off ({variable})", {"value": "off", "source": variable})
+    values = {"value": str(folder), "source": variable, "entries": 0, "bytes": 0, "refusal": None}
+    assert line(str(folder)) == (f"kernel cache {folder} ({variable}): 0 kernels of 0 bytes", values) and not folder.exists()
+    folder.mkdir(mode=0o700)
+    for name, size in (("a.o", 1000), ("b.o", 500), ("c.tmp", 1), ("d.lock", 0)):
+        (folder / name).write_bytes(b"k" * size)
+    assert line(str(folder)) == (f"kernel cache {folder} ({variable}): 2 kernels of 1,500 bytes", values | {"entries": 2, "bytes": 1500})
+    folder.chmod(0o777)
+    assert line(str(folder))[0] == f"kernel cache {folder} ({variable}): not used: others may write to it (mode 777)"
 
 
 @pytest.mark.usefixtures("cpu_only")

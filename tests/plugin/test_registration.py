@@ -18,7 +18,7 @@ import cloudpickle
 import pytest
 
 import vllm_dense_mla
-from vllm_dense_mla.registration import BACKEND_NAME, BACKEND_PATH, PARTIAL_DTYPE_VARIABLE
+from vllm_dense_mla.registration import BACKEND_NAME, BACKEND_PATH, CACHE_DIR_VARIABLE, PARTIAL_DTYPE_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 
@@ -139,15 +139,15 @@ def test_custom_of_another_plugin_stays_theirs():
     assert custom.get_path() == BACKEND_PATH
 
 
-def test_environment_check_knows_the_variable(monkeypatch):
+@pytest.mark.parametrize("variable", [PARTIAL_DTYPE_VARIABLE, CACHE_DIR_VARIABLE])
+def test_environment_check_knows_the_variables(monkeypatch, variable):
     from vllm import envs
     from vllm.platforms import current_platform
 
-    monkeypatch.setattr(os, "environ", {PARTIAL_DTYPE_VARIABLE: "fp32"})
+    monkeypatch.setattr(os, "environ", {variable: "fp32"})
     current_platform.validate_environ(hard_fail=True)
-    assert envs.environment_variables[PARTIAL_DTYPE_VARIABLE]() == "fp32"
-    monkeypatch.delitem(envs.environment_variables, PARTIAL_DTYPE_VARIABLE)
-    with pytest.raises(ValueError, match=PARTIAL_DTYPE_VARIABLE):
+    monkeypatch.delitem(envs.environment_variables, variable)
+    with pytest.raises(ValueError, match=variable):
         current_platform.validate_environ(hard_fail=True)
 
 
@@ -158,15 +158,25 @@ def test_variable_is_a_compile_factor(monkeypatch):
     assert envs.compile_factors()[PARTIAL_DTYPE_VARIABLE] == "fp32"
 
 
-def test_ray_carries_the_variable(monkeypatch):
+def test_where_kernels_are_kept_is_no_compile_factor(monkeypatch):
+    """Another folder must not make vLLM compile the model anew."""
+    from vllm import envs
+
+    before = envs.compile_factors()
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, "/somewhere/else")
+    assert envs.compile_factors() == before
+
+
+@pytest.mark.parametrize("variable", [PARTIAL_DTYPE_VARIABLE, CACHE_DIR_VARIABLE])
+def test_ray_carries_the_variables(monkeypatch, variable):
     """Fault 76, variables not carried to Ray workers: vLLM copies those that start with VLLM_, known to its table or not."""
     from vllm import envs
     from vllm.ray.ray_env import get_env_vars_to_copy
 
-    monkeypatch.setenv(PARTIAL_DTYPE_VARIABLE, "fp32")
-    assert PARTIAL_DTYPE_VARIABLE in get_env_vars_to_copy()
-    monkeypatch.delitem(envs.environment_variables, PARTIAL_DTYPE_VARIABLE)
-    assert PARTIAL_DTYPE_VARIABLE in get_env_vars_to_copy()
+    monkeypatch.setenv(variable, "fp32")
+    assert variable in get_env_vars_to_copy()
+    monkeypatch.delitem(envs.environment_variables, variable)
+    assert variable in get_env_vars_to_copy()
 
 
 def test_entry_point_is_register():

@@ -1,11 +1,14 @@
-"""The environment variable: spellings, source, and the one line for a bad value."""
+"""The environment variables: spellings, source, and the one line for a bad value."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
-from vllm_dense_mla.registration import PARTIAL_DTYPE_VARIABLE
+from dense_mla import kernel_cache
+from vllm_dense_mla.registration import CACHE_DIR_VARIABLE, PARTIAL_DTYPE_VARIABLE
 from vllm_dense_mla.settings import DenseMLASettings, load_settings
 
 
@@ -36,6 +39,41 @@ def test_bad_value_is_one_line(monkeypatch, text):
     message = str(error.value)
     assert message == f"{PARTIAL_DTYPE_VARIABLE} must be bf16, fp32, bfloat16 or float32 (any case), got {text!r}"
     assert "\n" not in message and error.value.__suppress_context__
+
+
+def test_cache_dir(monkeypatch):
+    """The kernels' package reads the variable by the same name, for callers without the plugin."""
+    assert kernel_cache.CACHE_DIR_VARIABLE == CACHE_DIR_VARIABLE
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    found = {}
+    for text in (None, "/somewhere/else", "~/kernels", "off", "Off", ""):
+        monkeypatch.delenv(CACHE_DIR_VARIABLE) if text is None else monkeypatch.setenv(CACHE_DIR_VARIABLE, text)
+        load_settings.cache_clear()
+        settings = load_settings()
+        found[text] = settings.cache_folder, settings.cache_dir_source
+        assert settings.cache_folder == kernel_cache.cache_folder()
+    assert found == {
+        None: (Path("/home/me/.cache/vllm-dense-mla"), "default"),
+        "/somewhere/else": (Path("/somewhere/else"), CACHE_DIR_VARIABLE),
+        "~/kernels": (Path("/home/me/kernels"), CACHE_DIR_VARIABLE),
+        **dict.fromkeys(("off", "Off", ""), (None, CACHE_DIR_VARIABLE)),
+    }
+
+
+def test_cache_dir_follows_xdg_where_it_is_not_set(monkeypatch):
+    monkeypatch.delenv(CACHE_DIR_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert load_settings().cache_folder == Path("/xdg/vllm-dense-mla")
+
+
+@pytest.mark.parametrize("text", ["kernels", "./kernels", "none"])
+def test_a_relative_cache_dir_is_one_line(monkeypatch, text):
+    """Each of vLLM's processes may have a working directory of its own."""
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, text)
+    with pytest.raises(ValueError) as error:
+        load_settings()
+    assert str(error.value) == f"{CACHE_DIR_VARIABLE} must be an absolute path or off, got {text!r}"
 
 
 def test_read_once(monkeypatch):

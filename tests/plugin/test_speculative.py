@@ -268,6 +268,6 @@ def test_graphs_hold_verifications(vllm_config):
 def test_sm_count_is_what_the_table_is_made_for(speculate, prepared, log):
     config = speculate(1)
     builder = make_builder(config)
-    line, table = log
+    line, _, table = log
     assert "1 to 2 query tokens" in line.getMessage() and builder._steps.workspace(torch.bfloat16, SM_COUNT).largest.total_bytes > 0
     assert table.getMessage().endswith(str(builder._steps.workspace(torch.bfloat16, SM_COUNT)))

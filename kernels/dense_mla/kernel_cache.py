@@ -1,0 +1,299 @@
+"""Compiled kernels on disk: one object file each, in a folder that this user alone writes to.
+
+An entry is the object file that the DSL exports, followed by its SHA-256; what reads object files does not look behind their sections. It is
+written beside its place, synced and renamed, so that an entry is there whole or not at all. The key is in its name and in the name of its
+function: an entry under another name is no entry.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .kernel_key import SOURCES, sources_digest
+
+CACHE_DIR_VARIABLE = "VLLM_K3_DENSE_MLA_CACHE_DIR"
+OFF = "off"
+MAX_ENTRIES = 1024  # of 30 to 80 KB; a deployment has 3 to 33 on each context rank
+LOCK_SECONDS = 120.0  # a kernel compiles in 1 to 5 seconds; a process that was stopped must not stop the others
+POLL_SECONDS = 0.05
+LEFTOVER_SECONDS = 3600.0  # age of what a killed process left behind
+_DIGEST_BYTES = 32
+
+logger = logging.getLogger(__name__)
+
+
+def cache_folder(value: str | Path | None = None, name: str = "cache_dir") -> Path | None:
+    """The folder that a value names, or None for no cache. The only place where this package reads a setting from the environment.
+
+    Args:
+        value: an absolute path, with `~` for the home directory; "off" in any case, or empty, for no cache. None: what the variable
+            VLLM_K3_DENSE_MLA_CACHE_DIR says, and if it is not set, vllm-dense-mla in $XDG_CACHE_HOME or ~/.cache.
+        name: of the value, in the error.
+
+    Raises:
+        ValueError: a path that is not absolute.
+    """
+    if value is None:
+        value, name = os.environ.get(CACHE_DIR_VARIABLE), CACHE_DIR_VARIABLE
+    if value is None:
+        return _default_folder()
+    if str(value).strip().lower() in ("", OFF):
+        return None
+    path = Path(os.path.expanduser(value))
+    if not path.is_absolute():
+        raise ValueError(f"{name} must be an absolute path or off, got {str(value)!r}")
+    return path
+
+
+def _default_folder() -> Path | None:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "vllm-dense-mla"
+    if folder.is_absolute():
+        return folder
+    _warn_once(f"there is no home directory to keep compiled kernels in; {CACHE_DIR_VARIABLE} may name a folder")
+    return None
+
+
+@dataclass(frozen=True)
+class CacheContents:
+    """What a cache folder holds, and why it cannot be used, if so."""
+
+    entries: int
+    bytes: int
+    refusal: str | None
+
+
+def cache_contents(folder: Path) -> CacheContents:
+    """Looks into a folder and changes nothing; one that is not there is empty."""
+    try:
+        sizes = [status.st_size for _, status in _files(folder, ".o")]
+        return CacheContents(len(sizes), sum(sizes), refuse_owner(folder.stat()))
+    except FileNotFoundError:
+        return CacheContents(0, 0, None)
+    except OSError as error:
+        return CacheContents(0, 0, _reason(error))
+
+
+class KernelCache:
+    """Entries in one folder. Any number of processes may use it at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def open(cls, folder: Path) -> KernelCache | None:
+        """The cache in a folder, which is made if it is not there. None, after one line in the log, where entries cannot be trusted or read."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refusal = refuse_owner(folder.stat())
+        except OSError as error:
+            refusal = _reason(error)
+        if refusal is None:
+            return cls(folder)
+        _warn_once(f"kernel cache {folder} is not used: {refusal}")
+        return None
+
+    def fetch(self, name: str, key: str, compile_kernel: Callable[[], Any]) -> tuple[Callable[..., Any], bool]:
+        """A kernel from its entry, or compiled and then kept. Of several processes that lack an entry, one compiles and the others wait.
+
+        Args:
+            name: of the kernel, for people.
+            key: of `kernel_key`.
+            compile_kernel: returns what cute.compile returns, compiled with TVM-FFI.
+
+        Returns:
+            The kernel, and whether it came from the cache.
+        """
+        # An entry never changes: reading one takes no lock.
+        found = self._load(name, key, report_damage=False)
+        if found is not None:
+            return found, True
+        with self._locked(name, key) as locked:
+            found = self._load(name, key, report_damage=True)
+            if found is not None:
+                return found, True
+            compiled = compile_kernel()
+            if locked and self._publish(name, key, compiled):
+                # What other processes will run; and its calls go through no Python of the DSL's.
+                return self._load(name, key, report_damage=True) or compiled, False
+            return compiled, False
+
+    def _path(self, name: str, key: str) -> Path:
+        return self.folder / f"{name}-{key}.o"
+
+    def _load(self, name: str, key: str, *, report_damage: bool) -> Callable[..., Any] | None:
+        """The kernel of an entry; None if there is none, or a damaged one, which the next to publish replaces."""
+        path = self._path(name, key)
+        try:
+            damage = _damage(path)
+            if damage is None:
+                from cutlass.cute.runtime import load_module
+
+                kernel = load_module(str(path), enable_tvm_ffi=True)[_symbol(key)]
+                with suppress(OSError):  # a folder that this user only reads
+                    os.utime(path)
+                return kernel  # type: ignore[no-any-return]
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # whatever LLVM does not like about it
+            damage = _reason(error)
+        if report_damage:
+            logger.warning("kernel cache entry %s is not loaded: %s; the kernel is compiled anew", path, damage)
+        return None
+
+    @contextmanager
+    def _locked(self, name: str, key: str) -> Iterator[bool]:
+        """Holds the lock of a key; yields False, after one line in the log, where nothing can be published."""
+        path = self.folder / f"{key}.lock"
+        descriptor = None
+        try:
+            descriptor = _acquire(path, time.monotonic() + LOCK_SECONDS)
+            if descriptor is None:
+                logger.warning("kernel cache %s: waited %d s for the process that compiles %s; compiling it here too", path, LOCK_SECONDS, name)
+        except OSError as error:
+            self._say_read_only(error)
+        try:
+            yield descriptor is not None
+        finally:
+            if descriptor is not None:
+                with suppress(OSError):
+                    path.unlink()
+                # A forked child has the descriptor too: closing it here would not release the lock.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                os.close(descriptor)
+
+    def _publish(self, name: str, key: str, compiled: Any) -> bool:
+        """Writes an entry; False, after one line in the log, where that failed."""
+        if sources_digest() != SOURCES:
+            _warn_once(f"kernel cache {self.folder}: the sources of dense_mla changed since this process started; its kernels are not kept")
+            return False
+        path = self._path(name, key)
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            compiled.export_to_c(str(draft), function_name=_symbol(key), export_only_tvm_ffi_symbols=True)
+            digest = hashlib.sha256(draft.read_bytes()).digest()
+            with draft.open("ab") as file:
+                os.fchmod(file.fileno(), 0o644)  # the folder decides who may read
+                file.write(digest)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+            _sync_folder(self.folder)
+            self._prune()
+            return True
+        except Exception as error:  # the kernel is there: it runs, kept or not
+            self._say_read_only(error)
+            return False
+        finally:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+    def _say_read_only(self, error: Exception) -> None:
+        _warn_once(f"kernel cache {self.folder} cannot be written: {_reason(error)}; kernels that it lacks are compiled and not kept")
+
+    def _prune(self) -> None:
+        """Delete the entries that were used longest ago, above the bound, and what killed processes left. A loader that comes too late compiles."""
+        by_use = sorted(_files(self.folder, ".o"), key=lambda file: file[1].st_mtime, reverse=True)
+        too_old = time.time() - LEFTOVER_SECONDS
+        left = [path for path, status in _files(self.folder, ".tmp", ".lock") if status.st_mtime < too_old]
+        for path in [*(path for path, _ in by_use[MAX_ENTRIES:]), *left]:
+            path.unlink(missing_ok=True)
+
+
+def refuse_owner(status: os.stat_result) -> str | None:
+    """Why a file or folder may hold somebody else's code, or None."""
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to it (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    """Why an entry must not be loaded, or None; FileNotFoundError if there is none."""
+    with path.open("rb") as file:
+        refusal = refuse_owner(os.fstat(file.fileno()))
+        content = file.read()
+    if refusal is not None:
+        return refusal
+    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
+        return f"its checksum does not fit its {len(content)} bytes"
+    return None
+
+
+def _symbol(key: str) -> str:
+    return f"dense_mla_{key}"
+
+
+def _files(folder: Path, *suffixes: str) -> list[tuple[Path, os.stat_result]]:
+    found = []
+    for path in folder.iterdir():
+        if path.suffix in suffixes:
+            with suppress(FileNotFoundError):  # another process deletes too
+                found.append((path, path.stat()))
+    return found
+
+
+def _acquire(path: Path, deadline: float) -> int | None:
+    """Descriptor of a lock file that this process holds now, or None when the time is over. Whoever held it deletes it: only the file that
+    still has the name counts."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            held = _wait(descriptor, deadline)
+            if held and _is_file_of(path, descriptor):
+                taken, descriptor = descriptor, -1
+                return taken
+            if not held:
+                return None
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _wait(descriptor: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+
+
+def _is_file_of(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split())[:300]
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
