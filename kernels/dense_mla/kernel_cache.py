@@ -7,10 +7,10 @@ function: an entry under another name is no entry.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -20,15 +20,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from . import file_lock
 from .kernel_key import SOURCES, sources_digest
 
 CACHE_DIR_VARIABLE = "VLLM_K3_DENSE_MLA_CACHE_DIR"
 OFF = "off"
 MAX_ENTRIES = 1024  # of 30 to 80 KB; a deployment has 3 to 33 on each context rank
 LOCK_SECONDS = 120.0  # a kernel compiles in 1 to 5 seconds; a process that was stopped must not stop the others
-POLL_SECONDS = 0.05
 LEFTOVER_SECONDS = 3600.0  # age of what a killed process left behind
 _DIGEST_BYTES = 32
+# The names of our files: whatever else lies in the folder is not ours to count or delete.
+_ENTRY = re.compile(r"\w+-[0-9a-f]{64}\.o")
+_LEFTOVER = re.compile(r"[0-9a-f]{64}\.lock|\w+-[0-9a-f]{64}\.\d+\.tmp")
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ class CacheContents:
 def cache_contents(folder: Path) -> CacheContents:
     """Looks into a folder and changes nothing; one that is not there is empty."""
     try:
-        sizes = [status.st_size for _, status in _files(folder, ".o")]
+        sizes = [status.st_size for _, status in _files(folder, _ENTRY)]
         return CacheContents(len(sizes), sum(sizes), refuse_owner(folder.stat()))
     except FileNotFoundError:
         return CacheContents(0, 0, None)
@@ -158,7 +161,7 @@ class KernelCache:
         path = self.folder / f"{key}.lock"
         descriptor = None
         try:
-            descriptor = _acquire(path, time.monotonic() + LOCK_SECONDS)
+            descriptor = file_lock.acquire(path, LOCK_SECONDS)
             if descriptor is None:
                 logger.warning("kernel cache %s: waited %d s for the process that compiles %s; compiling it here too", path, LOCK_SECONDS, name)
         except OSError as error:
@@ -167,11 +170,7 @@ class KernelCache:
             yield descriptor is not None
         finally:
             if descriptor is not None:
-                with suppress(OSError):
-                    path.unlink()
-                # A forked child has the descriptor too: closing it here would not release the lock.
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-                os.close(descriptor)
+                file_lock.release(path, descriptor)
 
     def _publish(self, name: str, key: str, compiled: Any) -> bool:
         """Writes an entry; False, after one line in the log, where that failed."""
@@ -181,6 +180,7 @@ class KernelCache:
         path = self._path(name, key)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         try:
+            os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600))  # nobody else's, whatever the umask is
             compiled.export_to_c(str(draft), function_name=_symbol(key), export_only_tvm_ffi_symbols=True)
             digest = hashlib.sha256(draft.read_bytes()).digest()
             with draft.open("ab") as file:
@@ -204,9 +204,9 @@ class KernelCache:
 
     def _prune(self) -> None:
         """Delete the entries that were used longest ago, above the bound, and what killed processes left. A loader that comes too late compiles."""
-        by_use = sorted(_files(self.folder, ".o"), key=lambda file: file[1].st_mtime, reverse=True)
+        by_use = sorted(_files(self.folder, _ENTRY), key=lambda file: file[1].st_mtime, reverse=True)
         too_old = time.time() - LEFTOVER_SECONDS
-        left = [path for path, status in _files(self.folder, ".tmp", ".lock") if status.st_mtime < too_old]
+        left = [path for path, status in _files(self.folder, _LEFTOVER) if status.st_mtime < too_old]
         for path in [*(path for path, _ in by_use[MAX_ENTRIES:]), *left]:
             path.unlink(missing_ok=True)
 
@@ -236,48 +236,13 @@ def _symbol(key: str) -> str:
     return f"dense_mla_{key}"
 
 
-def _files(folder: Path, *suffixes: str) -> list[tuple[Path, os.stat_result]]:
+def _files(folder: Path, names: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
     found = []
     for path in folder.iterdir():
-        if path.suffix in suffixes:
+        if names.fullmatch(path.name):
             with suppress(FileNotFoundError):  # another process deletes too
                 found.append((path, path.stat()))
     return found
-
-
-def _acquire(path: Path, deadline: float) -> int | None:
-    """Descriptor of a lock file that this process holds now, or None when the time is over. Whoever held it deletes it: only the file that
-    still has the name counts."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            held = _wait(descriptor, deadline)
-            if held and _is_file_of(path, descriptor):
-                taken, descriptor = descriptor, -1
-                return taken
-            if not held:
-                return None
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-
-
-def _wait(descriptor: int, deadline: float) -> bool:
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-
-
-def _is_file_of(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def _sync_folder(folder: Path) -> None:

@@ -106,13 +106,20 @@ def test_no_home_directory_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 
 def test_the_folder_and_its_entries_are_their_owner_s_alone(tmp_path: Path, schedule: Any) -> None:
+    drafts: list[int] = []
+
+    def export(path: str, **options: Any) -> None:
+        schedule.export_to_c(path, **options)
+        drafts.append(stat.S_IMODE(os.stat(path).st_mode))
+
     before = os.umask(0)
     try:
         cache = KernelCache.open(tmp_path / "new" / "cache")
         assert cache is not None
-        fetch(cache, schedule)
+        fetch(cache, SimpleNamespace(export_to_c=export))
     finally:
         os.umask(before)
+    assert drafts == [0o600]
     assert [stat.S_IMODE(path.stat().st_mode) for path in (cache.folder, entry(cache))] == [0o700, 0o644]
     assert list(cache.folder.iterdir()) == [entry(cache)], "the lock and the draft are gone"
 
@@ -244,16 +251,15 @@ def test_sources_edited_under_a_running_process_are_not_filed_under_the_new_ones
 def test_the_least_recently_used_are_deleted(cache: KernelCache, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "MAX_ENTRIES", 3)
     now = time.time()
-    for age, name in enumerate(("newest", "middle", "oldest")):
-        (cache.folder / f"{name}.o").write_bytes(b"kernel")
-        os.utime(cache.folder / f"{name}.o", (now - 100 - age,) * 2)
-    for name, age in (("dead.tmp", 7200), ("dead.lock", 7200), ("live.tmp", 1), ("live.lock", 1)):
-        (cache.folder / name).touch()
+    newest, middle, oldest = (f"Merge-{digit * 64}.o" for digit in "123")
+    dead, live = ((f"{digit * 64}.lock", f"Merge-{digit * 64}.4711.tmp") for digit in "45")
+    foreign = ("program.o", "note.tmp", "yarn.lock")
+    ages = {newest: 100, middle: 200, oldest: 300, **dict.fromkeys(dead, 7200), **dict.fromkeys(live, 1), **dict.fromkeys(foreign, 1_000_000)}
+    for name, age in ages.items():
+        (cache.folder / name).write_bytes(b"kernel")
         os.utime(cache.folder / name, (now - age,) * 2)
-    (cache.folder / "note.txt").touch()
     fetch(cache, schedule)
-    left = {path.name for path in cache.folder.iterdir()}
-    assert left == {"newest.o", "middle.o", entry(cache).name, "live.tmp", "live.lock", "note.txt"}
+    assert {path.name for path in cache.folder.iterdir()} == {newest, middle, entry(cache).name, *live, *foreign}
     assert cache_contents(cache.folder).entries == 3 and cache_contents(cache.folder).bytes == 12 + entry(cache).stat().st_size
     os.utime(entry(cache), (now - 500,) * 2)
     fetch(cache, schedule)

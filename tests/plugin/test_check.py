@@ -90,7 +90,7 @@ def test_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     values = {"value": str(folder), "source": variable, "entries": 0, "bytes": 0, "refusal": None}
     assert line(str(folder)) == (f"kernel cache {folder} ({variable}): 0 kernels of 0 bytes", values) and not folder.exists()
     folder.mkdir(mode=0o700)
-    for name, size in (("a.o", 1000), ("b.o", 500), ("c.tmp", 1), ("d.lock", 0)):
+    for name, size in ((f"Merge-{'a' * 64}.o", 1000), (f"ForwardSm90-{'b' * 64}.o", 500), ("c.o", 1), (f"{'d' * 64}.lock", 0)):
         (folder / name).write_bytes(b"k" * size)
     assert line(str(folder)) == (f"kernel cache {folder} ({variable}): 2 kernels of 1,500 bytes", values | {"entries": 2, "bytes": 1500})
     folder.chmod(0o777)
