@@ -146,7 +146,7 @@ class DenseMLAImpl(MLACommonImpl[DenseMLAMetadata]):
         return scale.view(1)
 
     def _workspace(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """`num_bytes` of the shared workspace, valid until this layer returns.
+        """At least `num_bytes` of the shared workspace, valid until this layer returns.
 
         Always asks for the whole reservation: a micro-batch whose workspace is its own then has it from its first, eager, step, and it
         never grows under a captured graph.
@@ -154,7 +154,7 @@ class DenseMLAImpl(MLACommonImpl[DenseMLAMetadata]):
         if not is_workspace_manager_initialized():
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         reservation = ((max(self._reserved_bytes, num_bytes),), torch.uint8)
-        return current_workspace_manager().get_simultaneous(reservation)[0][:num_bytes]
+        return current_workspace_manager().get_simultaneous(reservation)[0]
 
 
 def current_sm_count() -> int:

@@ -8,7 +8,7 @@ import torch
 
 from .compiled import LOG2_E, CompiledKernels, prepared_kernels
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, DecodeProblem
-from .schedule import MAX_REQUESTS, max_slots, schedule_words
+from .schedule import MAX_REQUESTS, schedule_words
 from .workspace import ALIGNMENT, WorkspaceSize, workspace_size, workspace_views
 
 MERGE_CTAS_PER_SM = 2  # of 512 threads; a second wave would start after the first
@@ -31,6 +31,8 @@ class DenseMLADecoder:
         self.num_ranges = min(max(self.sm_count // kernels.row_tiles, 1), problem.num_ranges(self.sm_count))
         self._schedule_words = schedule_words(self.num_ranges, max_requests, problem.batch_invariant)
         self._merge_ctas = MERGE_CTAS_PER_SM * self.sm_count
+        sizes = (workspace_size(problem, requests, self.sm_count) for requests in range(max_requests + 1))
+        self._sizes = tuple((size.slots, size.total_bytes) for size in sizes)  # by requests: looked up in every layer of every step
         self._kernels = kernels
 
     @classmethod
@@ -125,14 +127,12 @@ class DenseMLADecoder:
         Raises:
             ValueError: an argument that the kernels were not prepared for, before anything is launched.
         """
-        q_nope, q_rope = q if isinstance(q, tuple) else self._split_query(q)
         self._check_seq_lens(seq_lens)
         self._check_schedule(schedule)
         requests = seq_lens.shape[0]
-        self._check_rows("q_nope", q_nope, requests, HEAD_DIM_V)
-        self._check_rows("q_rope", q_rope, requests, HEAD_DIM_QK - HEAD_DIM_V)
-        self._check_rows("out", out, requests, HEAD_DIM_V)
-        self._check_cache(kv_cache)
+        q_nope, q_rope = self._query(q, requests)
+        kv_cache = self._cache(kv_cache)
+        out = self._by_token("out", out, requests, HEAD_DIM_V)
         self._check_table(block_table, requests, max_seq_len)
         self._check_lse(lse, requests)
         self._check_total_lens(total_lens, requests)
@@ -142,12 +142,9 @@ class DenseMLADecoder:
         out_partial, lse_partial = self._partials(workspace, requests)
         if requests == 0:
             return
-        tokens, heads = self.problem.query_len, self.problem.num_heads
-        out = self._by_token(out)
-        lse = None if lse is None else lse.view(requests, tokens, heads)
+        lse = None if lse is None else lse.view(requests, self.problem.query_len, self.problem.num_heads)
         self._kernels.forward(
-            _tma_view(kv_cache), self._by_token(q_nope), self._by_token(q_rope), block_table, seq_lens, total_lens, schedule, out, lse,
-            out_partial.view(-1, tokens, heads, HEAD_DIM_V), lse_partial.view(-1, tokens, heads),
+            kv_cache, q_nope, q_rope, block_table, seq_lens, total_lens, schedule, out, lse, out_partial, lse_partial,
             *(() if k_scale is None else (k_scale,)), scale * LOG2_E, self.num_ranges,
         )  # fmt: skip
         self._kernels.merge(out_partial, lse_partial, schedule, out, lse, self.num_ranges, self._merge_ctas)
@@ -177,17 +174,53 @@ class DenseMLADecoder:
             k_scale=zeros(1, dtype=torch.float32) if problem.needs_k_scale else None,
         )
 
-    def _by_token(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[R, heads, columns] as [requests, tokens, heads, columns], with strides that a tensor map takes."""
-        tokens = self.problem.query_len
-        rows, heads, columns = tensor.shape
-        row_stride, head_stride, _ = tensor.stride()
-        return _tma_view(tensor.as_strided((rows // tokens, tokens, heads, columns), (row_stride * tokens, row_stride, head_stride, 1)))
+    def _query(self, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], requests: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latent and the rope part, as `_by_token`."""
+        if isinstance(q, tuple):
+            return self._by_token("q_nope", q[0], requests, HEAD_DIM_V), self._by_token("q_rope", q[1], requests, HEAD_DIM_QK - HEAD_DIM_V)
+        whole = self._by_token("q", q, requests, HEAD_DIM_QK)
+        rope = whole.as_strided((*whole.shape[:3], HEAD_DIM_QK - HEAD_DIM_V), whole.stride(), whole.storage_offset() + HEAD_DIM_V)
+        return whole.as_strided((*whole.shape[:3], HEAD_DIM_V), whole.stride()), rope
 
-    def _split_query(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if q.dim() != 3 or q.shape[2] != HEAD_DIM_QK:
-            raise ValueError(f"q must be [requests, heads, {HEAD_DIM_QK}] or a pair of 512 and 64 columns, got {tuple(q.shape)}")
-        return q[..., :HEAD_DIM_V], q[..., HEAD_DIM_V:]
+    def _by_token(self, name: str, tensor: torch.Tensor, requests: int, columns: int) -> torch.Tensor:
+        """[R, heads, columns], checked, as [requests, tokens, heads, columns] with strides that a tensor map takes."""
+        self._check_device(name, tensor, self.problem.query_dtype)
+        tokens, heads = self.problem.query_len, self.problem.num_heads
+        if tensor.shape != (requests * tokens, heads, columns):
+            raise ValueError(f"{name} must be {(requests * tokens, heads, columns)}, got {tuple(tensor.shape)}")
+        row, head, dense = tensor.stride()
+        # The stride of a dimension of size 1 is never walked; one that no tensor map takes is replaced.
+        row = row if requests * tokens > 1 else heads * columns
+        head = head if heads > 1 else columns
+        self._check_alignment(name, tensor, row, head, dense)
+        return tensor.as_strided((requests, tokens, heads, columns), (row * tokens, row, head, 1))
+
+    def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The cache, checked, with a page stride that a tensor map takes."""
+        self._check_device("kv_cache", kv_cache, self.problem.kv_dtype)
+        page_size = self.problem.page_size
+        if kv_cache.dim() != 3 or kv_cache.shape[0] < 1 or kv_cache.shape[1:] != (page_size, HEAD_DIM_QK):
+            raise ValueError(f"kv_cache must be [pages, {page_size}, {HEAD_DIM_QK}] with at least one page, got {tuple(kv_cache.shape)}")
+        page, key, dense = kv_cache.stride()
+        if key != HEAD_DIM_QK:
+            raise ValueError(f"kv_cache must have dense rows (stride {HEAD_DIM_QK}) within a page, got stride {key}")
+        if kv_cache.shape[0] == 1:
+            page = page_size * HEAD_DIM_QK
+            kv_cache = kv_cache.as_strided(kv_cache.shape, (page, key, dense))
+        self._check_alignment("kv_cache", kv_cache, page, key, dense)
+        return kv_cache
+
+    def _check_alignment(self, name: str, tensor: torch.Tensor, outer: int, inner: int, dense: int) -> None:
+        """`outer`, `inner` and `dense`: the strides, as far as they are walked."""
+        unit = TMA_ALIGNMENT // tensor.element_size()
+        if dense != 1:
+            raise ValueError(f"{name} must be dense in its last dimension, got strides {tensor.stride()}")
+        if outer % unit or inner % unit:
+            raise ValueError(f"{name} must have strides that are multiples of {TMA_ALIGNMENT} bytes ({unit} elements), got {tensor.stride()}")
+        if tensor.data_ptr() % TMA_ALIGNMENT:
+            raise ValueError(
+                f"{name} must start at a multiple of {TMA_ALIGNMENT} bytes, got an address {tensor.data_ptr() % TMA_ALIGNMENT} past one"
+            )
 
     def _check_device(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         if tensor.dtype != dtype:
@@ -207,22 +240,6 @@ class DenseMLADecoder:
         words = self._schedule_words
         if schedule.dim() != 1 or schedule.shape[0] != words or not schedule.is_contiguous() or schedule.data_ptr() % TMA_ALIGNMENT:
             raise ValueError(f"schedule must be a buffer of empty_schedule() ({words} words), got shape {tuple(schedule.shape)}")
-
-    def _check_rows(self, name: str, tensor: torch.Tensor, requests: int, columns: int) -> None:
-        self._check_device(name, tensor, self.problem.query_dtype)
-        shape = (requests * self.problem.query_len, self.problem.num_heads, columns)
-        if tensor.shape != shape:
-            raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
-        _check_alignment(name, tensor)
-
-    def _check_cache(self, kv_cache: torch.Tensor) -> None:
-        self._check_device("kv_cache", kv_cache, self.problem.kv_dtype)
-        page_size = self.problem.page_size
-        if kv_cache.dim() != 3 or kv_cache.shape[0] < 1 or kv_cache.shape[1:] != (page_size, HEAD_DIM_QK):
-            raise ValueError(f"kv_cache must be [pages, {page_size}, {HEAD_DIM_QK}] with at least one page, got {tuple(kv_cache.shape)}")
-        if kv_cache.stride(1) != HEAD_DIM_QK:
-            raise ValueError(f"kv_cache must have dense rows (stride {HEAD_DIM_QK}) within a page, got stride {kv_cache.stride(1)}")
-        _check_alignment("kv_cache", kv_cache)
 
     def _check_table(self, block_table: torch.Tensor, requests: int, max_seq_len: int | None) -> None:
         self._check_device("block_table", block_table, torch.int32)
@@ -268,31 +285,11 @@ class DenseMLADecoder:
 
     def _partials(self, workspace: torch.Tensor, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._check_device("workspace", workspace, torch.uint8)
-        needed = self.workspace_size(requests).total_bytes
-        if workspace.dim() != 1 or workspace.numel() < needed or not workspace.is_contiguous() or workspace.data_ptr() % ALIGNMENT:
+        slots, needed = self._sizes[requests]
+        held, past = workspace.numel(), workspace.data_ptr() % ALIGNMENT
+        if workspace.dim() != 1 or held < needed or not workspace.is_contiguous() or past:
             raise ValueError(
                 f"workspace must be contiguous uint8 of at least {needed} bytes for {requests} requests, aligned to {ALIGNMENT}, "
-                f"got shape {tuple(workspace.shape)} at an address {workspace.data_ptr() % ALIGNMENT} past a multiple"
+                f"got shape {tuple(workspace.shape)} at an address {past} past a multiple"
             )
-        slots = max_slots(requests, self.problem.num_ranges(self.sm_count), self.problem.batch_invariant)
-        return workspace_views(self.problem, workspace, slots)
-
-
-def _check_alignment(name: str, tensor: torch.Tensor) -> None:
-    unit = TMA_ALIGNMENT // tensor.element_size()
-    if tensor.stride(-1) != 1:
-        raise ValueError(f"{name} must be dense in its last dimension, got strides {tensor.stride()}")
-    if any(size > 1 and stride % unit for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)):
-        raise ValueError(f"{name} must have strides that are multiples of {TMA_ALIGNMENT} bytes ({unit} elements), got {tensor.stride()}")
-    if tensor.data_ptr() % TMA_ALIGNMENT:
-        raise ValueError(f"{name} must start at a multiple of {TMA_ALIGNMENT} bytes, got an address {tensor.data_ptr() % TMA_ALIGNMENT} past one")
-
-
-def _tma_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor; where a dimension of size 1 has a stride that no tensor map takes, with another one (it is never walked)."""
-    unit = TMA_ALIGNMENT // tensor.element_size()
-    strides = tensor.stride()
-    if all(stride % unit == 0 for stride in strides[:-1]):
-        return tensor
-    fixed = [stride if stride % unit == 0 else unit * tensor.shape[-1] for stride in strides[:-1]]
-    return tensor.as_strided(tensor.shape, (*fixed, 1))
+        return workspace_views(self.problem, workspace[:needed] if held % ALIGNMENT else workspace, slots)

@@ -60,7 +60,11 @@ class Merge:
         num_ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        self.kernel(mOutPartial, mLsePartial, mSchedule, mOut, mLse, num_ranges, num_ctas).launch(
+        # The forward's partials, [slots, tokens, heads, 512] and [slots, tokens, heads]: here tokens and heads are rows.
+        slots, row = mOutPartial.shape[0], HEAD_DIM_V
+        gOutPartial = cute.make_tensor(mOutPartial.iterator, cute.make_layout((slots, self.rows, row), stride=(self.rows * row, row, 1)))
+        gLsePartial = cute.make_tensor(mLsePartial.iterator, cute.make_layout((slots, self.rows), stride=(self.rows, 1)))
+        self.kernel(gOutPartial, gLsePartial, mSchedule, mOut, mLse, num_ranges, num_ctas).launch(
             grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.dependent_launch
         )
 
@@ -358,8 +362,9 @@ def fake_arguments(problem: DecodeProblem) -> tuple[Any, ...]:
     """Arguments for `cute.compile`: rows and dtypes are static, counts and the strides of `out` vary."""
     rows, tokens, heads, slots = problem.rows, problem.query_len, problem.num_heads, cute.sym_int()
     partial = cutlass_dtype(problem.partial_dtype)
-    out_partial = make_fake_tensor(partial, (slots, rows, HEAD_DIM_V), (rows * HEAD_DIM_V, HEAD_DIM_V, 1), assumed_align=16)
-    lse_partial = make_fake_tensor(Float32, (slots, rows), (rows, 1))
+    strides = (rows * HEAD_DIM_V, heads * HEAD_DIM_V, HEAD_DIM_V, 1)
+    out_partial = make_fake_tensor(partial, (slots, tokens, heads, HEAD_DIM_V), strides, assumed_align=16)
+    lse_partial = make_fake_tensor(Float32, (slots, tokens, heads), (rows, heads, 1))
     schedule = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
     strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
     out = make_fake_tensor(cutlass_dtype(problem.query_dtype), (cute.sym_int(), tokens, heads, HEAD_DIM_V), strides, assumed_align=16)

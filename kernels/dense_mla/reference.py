@@ -273,4 +273,5 @@ def _nan_partials(
         row_bytes = HEAD_DIM_V * problem.partial_dtype.itemsize + 4
         workspace = torch.empty(slots * problem.rows * row_bytes + 2 * ALIGNMENT, dtype=torch.uint8, device=device)
     workspace.fill_(NAN_BYTE)
-    return workspace_views(problem, workspace, slots)
+    out_partial, lse_partial = workspace_views(problem, workspace, slots)
+    return out_partial.flatten(1, 2), lse_partial.flatten(1, 2)

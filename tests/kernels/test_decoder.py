@@ -190,7 +190,7 @@ def test_merge_of_pieces_that_saw_nothing(pieces: int, partial_dtype: torch.dtyp
     words[HEADER_WORDS + step.decoder.num_ranges * RANGE_WORDS + 2] = pieces
     out_partial, lse_partial = workspace_views(step.decoder.problem, step.workspace[:-CANARY_BYTES], 132)
     lse_partial.fill_(-math.inf)
-    lse_partial[pieces - 1, 1], out_partial[pieces - 1, 1] = 3.0, 0.5
+    lse_partial[pieces - 1, 0, 1], out_partial[pieces - 1, 0, 1] = 3.0, 0.5
     out, lse = step.result[:, None], step.lse[:, None]
     step.decoder._kernels.merge(out_partial, lse_partial, words, out, lse, step.decoder.num_ranges, 264)
     assert (step.result[0, [0, 2]] == 0).all() and (step.lse[0, [0, 2]] == -math.inf).all()

@@ -92,18 +92,20 @@ def shifted(tensor: torch.Tensor, elements: int) -> torch.Tensor:
 
 
 BAD: dict[str, tuple[str, Callable[[torch.Tensor], object], str]] = {
-    "q heads": ("q", lambda q: q[:, :8], r"q_nope must be \(3, 12, 512\), got \(3, 8, 512\)"),
-    "q width": ("q", lambda q: q[..., :512], r"q must be \[requests, heads, 576\] or a pair of 512 and 64 columns, got \(3, 12, 512\)"),
-    "q dtype": ("q", lambda q: q.half(), r"q_nope must be torch\.bfloat16, got torch\.float16"),
-    "q requests": ("q", lambda q: q[:2], r"q_nope must be \(3, 12, 512\), got \(2, 12, 512\)"),
-    "q device": ("q", lambda q: q.to("meta"), r"q_nope must be on cpu, got meta"),
-    "q alignment": ("q", lambda q: shifted(q, 1), r"q_nope must start at a multiple of 16 bytes, got an address 2 past one"),
+    "q heads": ("q", lambda q: q[:, :8], r"q must be \(3, 12, 576\), got \(3, 8, 576\)"),
+    "q width": ("q", lambda q: q[..., :512], r"q must be \(3, 12, 576\), got \(3, 12, 512\)"),
+    "q dtype": ("q", lambda q: q.half(), r"q must be torch\.bfloat16, got torch\.float16"),
+    "q requests": ("q", lambda q: q[:2], r"q must be \(3, 12, 576\), got \(2, 12, 576\)"),
+    "q device": ("q", lambda q: q.to("meta"), r"q must be on cpu, got meta"),
+    "q alignment": ("q", lambda q: shifted(q, 1), r"q must start at a multiple of 16 bytes, got an address 2 past one"),
     "q row stride": (
         "q",
         lambda q: torch.zeros(3, 12, 580, dtype=q.dtype)[..., :576],
-        r"q_nope must have strides that are multiples of 16 bytes \(8 elements\), got \(6960, 580, 1\)",
+        r"q must have strides that are multiples of 16 bytes \(8 elements\), got \(6960, 580, 1\)",
     ),
-    "q columns apart": ("q", lambda q: torch.zeros(3, 12, 1152, dtype=q.dtype)[..., ::2], r"q_nope must be dense in its last dimension"),
+    "q columns apart": ("q", lambda q: torch.zeros(3, 12, 1152, dtype=q.dtype)[..., ::2], r"q must be dense in its last dimension"),
+    "latent part": ("q", lambda q: (q[:, :8, :512], q[..., 512:]), r"q_nope must be \(3, 12, 512\), got \(3, 8, 512\)"),
+    "rope part": ("q", lambda q: (q[..., :512], q[..., 504:]), r"q_rope must be \(3, 12, 64\), got \(3, 12, 72\)"),
     "cache dtype": ("kv_cache", lambda kv: kv.float(), r"kv_cache must be torch\.bfloat16, got torch\.float32"),
     "cache page size": ("kv_cache", lambda kv: kv[:, :32], r"kv_cache must be \[pages, 64, 576\] with at least one page, got \(5, 32, 576\)"),
     "no pages": ("kv_cache", lambda kv: kv[:0], r"with at least one page, got \(0, 64, 576\)"),
@@ -189,7 +191,7 @@ def test_total_lens_come_exactly_where_the_causal_rule_needs_them(decoder: Dense
         tokens.run(**arguments | rows)
     with pytest.raises(ValueError, match=r"total_lens must be contiguous \(3,\), got shape \(2,\)"):
         tokens.run(**arguments | rows, total_lens=arguments["seq_lens"][:2])
-    with pytest.raises(ValueError, match=r"q_nope must be \(6, 12, 512\), got \(3, 12, 512\)"):
+    with pytest.raises(ValueError, match=r"q must be \(6, 12, 576\), got \(3, 12, 576\)"):
         tokens.run(**arguments | rows | {"q": arguments["q"]}, total_lens=arguments["seq_lens"])
     assert launches == []
     tokens.run(**arguments | rows, total_lens=arguments["seq_lens"])

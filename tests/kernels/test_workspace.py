@@ -44,10 +44,19 @@ def test_views_lie_in_the_buffer_and_apart(dtype: torch.dtype) -> None:
     canary = 0x5A
     buffer = torch.full((size.total_bytes + 64,), canary, dtype=torch.uint8)
     out_partial, lse_partial = workspace_views(problem, buffer, size.slots)
-    assert (out_partial.shape, out_partial.dtype) == ((size.slots, 11, 512), dtype)
-    assert (lse_partial.shape, lse_partial.dtype) == ((size.slots, 11), torch.float32)
+    assert (out_partial.shape, out_partial.dtype) == ((size.slots, 1, 11, 512), dtype)
+    assert (lse_partial.shape, lse_partial.dtype) == ((size.slots, 1, 11), torch.float32)
     assert (lse_partial.data_ptr() - out_partial.data_ptr()) % ALIGNMENT == 0
     out_partial.fill_(1)
     lse_partial.fill_(2)
     assert (out_partial == 1).all() and (lse_partial == 2).all()
     assert (buffer[size.total_bytes :] == canary).all()
+
+
+def test_a_workspace_that_32_bit_offsets_do_not_reach_is_refused() -> None:
+    """128 rows x 32 slots a request: 1,023 requests are 2^31 - 2^21 values, one more would be 2^31."""
+    problem = DecodeProblem(128, 64, batch_invariant=True)
+    assert workspace_size(problem, 1023, 132).slots * 128 * 512 == 2**31 - 2**21
+    with pytest.raises(ValueError, match=r"of 128 rows a request must have at most 1023 requests \(max_num_seqs\), got 1024"):
+        workspace_size(problem, 1024, 132)
+    assert workspace_size(DecodeProblem(128, 64, query_len=16), 4096, 132).slots == 8  # four ranges, whatever the batch

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dense_mla.problem import DecodeProblem
@@ -48,6 +48,7 @@ def test_no_graphs_leave_the_largest_batch():
 def test_fp32_doubles_out_partial_and_nothing_else(heads, query_len, invariant, sizes, max_num_seqs, sm_count):
     """Fault 16, bytes of the partials: 2 a value in BF16 and 4 in FP32; the LSE is FP32 in both."""
     modes = {"query_len": query_len, "batch_invariant": invariant}
+    assume(not invariant or max_num_seqs * heads * query_len * 32 * 512 < 2**31)  # beyond that: test_workspace.py
     bf16 = size_buckets(problem(heads, **modes), sizes, max_num_seqs, sm_count)
     fp32 = size_buckets(problem(heads, torch.float32, **modes), sizes, max_num_seqs, sm_count)
     for half, full in zip(bf16.buckets, fp32.buckets, strict=True):

@@ -39,7 +39,7 @@ def test_run_gets_what_vllm_hands_over(vllm_config, prepared, workspace):
     assert run["q"] is q and run["kv_cache"] is cache and run["out"] is out
     assert run["block_table"] is decode.block_table and run["seq_lens"] is decode.request_lens and run["schedule"] is decode.schedule
     assert (run["scale"], run["max_seq_len"]) == (SCALE, 70)
-    assert (run["workspace"].dtype, run["workspace"].numel()) == (torch.uint8, decode.bucket.total_bytes)
+    assert run["workspace"].dtype == torch.uint8 and run["workspace"].numel() >= decode.bucket.total_bytes
 
 
 def test_scales_of_the_kv_cache_do_not_count(vllm_config, prepared, no_workspace):
