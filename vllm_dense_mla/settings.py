@@ -39,11 +39,12 @@ class DenseMLASettings(BaseSettings):
     FP32 saves one rounding of every partial and takes twice the bytes of out_partial. The splits and the KV cache are the same.
     """
 
-    cache_dir: Annotated[str, AfterValidator(_absolute)] = Field("~/.cache/vllm-dense-mla", validation_alias=CACHE_DIR_VARIABLE)
-    """Folder where compiled kernels are kept between starts: an absolute path, or `off` (or empty) to compile at every start.
+    cache_dir: Annotated[str, AfterValidator(_absolute)] = Field(OFF, validation_alias=CACHE_DIR_VARIABLE)
+    """Folder where compiled kernels are kept between starts: an absolute path, `on` for `~/.cache/vllm-dense-mla` (or `vllm-dense-mla` in
+    `XDG_CACHE_HOME`), or `off` (or empty) to compile at every start.
 
-    If the variable is not set and `XDG_CACHE_HOME` is, the folder is `vllm-dense-mla` in that. What lies there is run as code: the folder is
-    made for its owner alone, and one that belongs to or can be written by somebody else is not used.
+    It is off until its test has run on a GPU. What lies there is run as code: the folder is made for its owner alone, and one that belongs to
+    or can be written by somebody else is not used.
     """
 
     @property
@@ -64,7 +65,7 @@ class DenseMLASettings(BaseSettings):
     @property
     def cache_folder(self) -> Path | None:
         """The folder that `cache_dir` names, or None where nothing is kept."""
-        return cache_folder(self.cache_dir if "cache_dir" in self.model_fields_set else None)
+        return cache_folder(self.cache_dir)
 
 
 @cache
@@ -80,5 +81,5 @@ def load_settings() -> DenseMLASettings:
         first = error.errors()[0]
         variable, value = first["loc"][0], first["input"]
         if variable == CACHE_DIR_VARIABLE:
-            raise ValueError(f"{CACHE_DIR_VARIABLE} must be an absolute path or off, got {value!r}") from None
+            raise ValueError(f"{CACHE_DIR_VARIABLE} must be an absolute path, on or off, got {value!r}") from None
         raise ValueError(f"{PARTIAL_DTYPE_VARIABLE} must be bf16, fp32, bfloat16 or float32 (any case), got {value!r}") from None

@@ -52,8 +52,7 @@ class DenseMLADecoder:
             device: a CUDA device with a supported compute capability.
             max_requests: the largest batch that will be run, 1 to 4096.
             kernel: "sm80" forces the portable kernel, which is not verified on hardware yet; by default a GPU runs the fastest that it has.
-            cache_dir: folder of compiled kernels, an absolute path, or "off"; by default what VLLM_K3_DENSE_MLA_CACHE_DIR says, or
-                ~/.cache/vllm-dense-mla.
+            cache_dir: folder of compiled kernels, as `kernel_cache.cache_folder` takes it; by default what VLLM_K3_DENSE_MLA_CACHE_DIR says.
 
         Raises:
             ValueError: an unsupported device, a batch out of range, or a folder that is no absolute path.

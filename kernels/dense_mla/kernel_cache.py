@@ -24,7 +24,7 @@ from . import file_lock
 from .kernel_key import SOURCES, sources_digest
 
 CACHE_DIR_VARIABLE = "VLLM_K3_DENSE_MLA_CACHE_DIR"
-OFF = "off"
+OFF, ON = "off", "on"
 MAX_ENTRIES = 1024  # of 30 to 80 KB; a deployment has 3 to 33 on each context rank
 LOCK_SECONDS = 120.0  # a kernel compiles in 1 to 5 seconds; a process that was stopped must not stop the others
 LEFTOVER_SECONDS = 3600.0  # age of what a killed process left behind
@@ -40,22 +40,24 @@ def cache_folder(value: str | Path | None = None, name: str = "cache_dir") -> Pa
     """The folder that a value names, or None for no cache. The only place where this package reads a setting from the environment.
 
     Args:
-        value: an absolute path, with `~` for the home directory; "off" in any case, or empty, for no cache. None: what the variable
-            VLLM_K3_DENSE_MLA_CACHE_DIR says, and if it is not set, vllm-dense-mla in $XDG_CACHE_HOME or ~/.cache.
+        value: an absolute path, with `~` for the home directory; "on" in any case for vllm-dense-mla in $XDG_CACHE_HOME or ~/.cache;
+            "off" in any case, or empty, for no cache. None: what the variable VLLM_K3_DENSE_MLA_CACHE_DIR says, and if it is not set, no cache.
         name: of the value, in the error.
 
     Raises:
         ValueError: a path that is not absolute.
     """
     if value is None:
-        value, name = os.environ.get(CACHE_DIR_VARIABLE), CACHE_DIR_VARIABLE
-    if value is None:
-        return _default_folder()
-    if str(value).strip().lower() in ("", OFF):
+        # Nobody gets it unasked: that loaded kernels give the same bits as compiled ones has a test, which has not run on a GPU yet.
+        value, name = os.environ.get(CACHE_DIR_VARIABLE, OFF), CACHE_DIR_VARIABLE
+    word = str(value).strip().lower()
+    if word in ("", OFF):
         return None
+    if word == ON:
+        return _default_folder()
     path = Path(os.path.expanduser(value))
     if not path.is_absolute():
-        raise ValueError(f"{name} must be an absolute path or off, got {str(value)!r}")
+        raise ValueError(f"{name} must be an absolute path, on or off, got {str(value)!r}")
     return path
 
 

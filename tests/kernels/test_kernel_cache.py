@@ -81,10 +81,12 @@ def test_off_compiles_and_keeps_nothing(value: str, tmp_path: Path, monkeypatch:
 
 
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settled by the argument, then the variable, then XDG_CACHE_HOME, then the home directory."""
+    """Settled by the argument, then the variable; where it is on, by XDG_CACHE_HOME, then the home directory."""
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/no/folder/by/its/standard")
     monkeypatch.delenv(CACHE_DIR_VARIABLE)
+    assert cache_folder() is None
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, "On")
     assert cache_folder() == Path("/home/me/.cache/vllm-dense-mla")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert cache_folder() == Path("/xdg/vllm-dense-mla")
@@ -92,9 +94,9 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == Path("/home/me/kernels")
     assert cache_folder(tmp_path) == tmp_path and cache_folder("off") is None
     monkeypatch.setenv(CACHE_DIR_VARIABLE, "kernels")
-    with pytest.raises(ValueError, match=rf"^{CACHE_DIR_VARIABLE} must be an absolute path or off, got 'kernels'$"):
+    with pytest.raises(ValueError, match=rf"^{CACHE_DIR_VARIABLE} must be an absolute path, on or off, got 'kernels'$"):
         cache_folder()
-    with pytest.raises(ValueError, match=r"^cache_dir must be an absolute path or off, got '\./kernels'$"):
+    with pytest.raises(ValueError, match=r"^cache_dir must be an absolute path, on or off, got '\./kernels'$"):
         cache_folder("./kernels")
 
 
@@ -102,7 +104,7 @@ def test_no_home_directory_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     for name in ("XDG_CACHE_HOME", CACHE_DIR_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert cache_folder() is None and "there is no home directory" in caplog.text
+    assert cache_folder("on") is None and "there is no home directory" in caplog.text
 
 
 def test_the_folder_and_its_entries_are_their_owner_s_alone(tmp_path: Path, schedule: Any) -> None:

@@ -47,22 +47,23 @@ def test_cache_dir(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     found = {}
-    for text in (None, "/somewhere/else", "~/kernels", "off", "Off", ""):
+    for text in (None, "on", "/somewhere/else", "~/kernels", "off", "Off", ""):
         monkeypatch.delenv(CACHE_DIR_VARIABLE) if text is None else monkeypatch.setenv(CACHE_DIR_VARIABLE, text)
         load_settings.cache_clear()
         settings = load_settings()
         found[text] = settings.cache_folder, settings.cache_dir_source
         assert settings.cache_folder == kernel_cache.cache_folder()
     assert found == {
-        None: (Path("/home/me/.cache/vllm-dense-mla"), "default"),
+        None: (None, "default"),
+        "on": (Path("/home/me/.cache/vllm-dense-mla"), CACHE_DIR_VARIABLE),
         "/somewhere/else": (Path("/somewhere/else"), CACHE_DIR_VARIABLE),
         "~/kernels": (Path("/home/me/kernels"), CACHE_DIR_VARIABLE),
         **dict.fromkeys(("off", "Off", ""), (None, CACHE_DIR_VARIABLE)),
     }
 
 
-def test_cache_dir_follows_xdg_where_it_is_not_set(monkeypatch):
-    monkeypatch.delenv(CACHE_DIR_VARIABLE)
+def test_cache_dir_follows_xdg_where_it_is_on(monkeypatch):
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, "on")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert load_settings().cache_folder == Path("/xdg/vllm-dense-mla")
 
@@ -73,7 +74,7 @@ def test_a_relative_cache_dir_is_one_line(monkeypatch, text):
     monkeypatch.setenv(CACHE_DIR_VARIABLE, text)
     with pytest.raises(ValueError) as error:
         load_settings()
-    assert str(error.value) == f"{CACHE_DIR_VARIABLE} must be an absolute path or off, got {text!r}"
+    assert str(error.value) == f"{CACHE_DIR_VARIABLE} must be an absolute path, on or off, got {text!r}"
 
 
 def test_read_once(monkeypatch):
