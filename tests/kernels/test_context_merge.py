@@ -124,5 +124,5 @@ def test_collectives_over_threads() -> None:
             raise ValueError("no")
         return group.all_gather(torch.zeros(1), 0)
 
-    with pytest.raises(ValueError, match="^no$"):
+    with pytest.raises(ValueError, match=r"^no$"):
         on_every_rank(2, fail)
