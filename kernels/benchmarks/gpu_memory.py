@@ -1,4 +1,4 @@
-"""GPU memory in use while something else runs, as the driver counts it: no CUDA context of the watcher's own is in it."""
+"""What the driver says about GPUs while something else runs, memory in use and processes: no CUDA context of the watcher's own is in it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 INTERVAL_SECONDS = 1.0
+APPS_QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
 QUERY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
 
 
@@ -50,3 +51,13 @@ def growth_mib(samples: Sequence[tuple[float, int]]) -> int | None:
         return None
     first = max(1, len(samples) // 4)
     return max(0, max(used for _, used in samples[first:]) - max(used for _, used in samples[:first]))
+
+
+def processes_by_gpu() -> dict[str, list[int]]:
+    """Ids of the processes that compute on each GPU, by the GPU's UUID. Empty where the driver does not tell: in some containers, or without it."""
+    found: dict[str, list[int]] = {}
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        for line in subprocess.run(APPS_QUERY, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines():
+            gpu, process = line.split(",")
+            found.setdefault(gpu.strip(), []).append(int(process))
+    return found

@@ -42,6 +42,7 @@ SECTIONS = (
     ("Answers beside TRITON_MLA's", "docs/evidence/serve_tiny_h200.json", served_section),
     ("Answers in other ways to serve", "docs/evidence/serve_variants_h200.json", served_section),
     ("Answers of a Kimi-K3-shaped model", "docs/evidence/serve_k3_shape_h200.json", served_section),
+    ("Answers over two GPUs beside those of one", "docs/evidence/serve_tp2_h200.json", served_section),
 )
 
 

@@ -72,6 +72,7 @@ def served_section(evidence: dict[str, Any]) -> list[str]:
     ]
     lines += ["", f"Answered, compared with nobody: {', '.join(alone)}."] if alone else []
     lines += [f"- {run['name']} failed: {run['error']}" for run in evidence["runs"] if run["error"]]
+    lines += ["", f"Not run: {', '.join(evidence['not_run'])}."] if evidence.get("not_run") else []
     return [*lines, "", "Passed." if evidence["passed"] else "Not passed."]
 
 

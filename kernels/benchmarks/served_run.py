@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.answers import LOGPROBS, MAX_TOKENS, Answer
-from benchmarks.engine_process import EngineProcess, free_port, post, wait_until_healthy
+from benchmarks.engine_process import EngineProcess, free_port, metrics, post, wait_until_healthy
 from benchmarks.evidence import error_text
-from benchmarks.variants import PLAIN, PROMPT_TOKENS, VARIANTS, Variant, prompts
+from benchmarks.gpu_memory import processes_by_gpu
+from benchmarks.variants import PLAIN, PROMPT_TOKENS, Variant, prompts, variant_of
 
 OURS = "DENSE_MLA"
 PARTIAL_DTYPE_VARIABLE = "VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"
@@ -64,7 +65,7 @@ class ServedRun:
     @property
     def variant(self) -> Variant:
         """How the model is served."""
-        return VARIANTS[self.variant_name]
+        return variant_of(self.variant_name)
 
     @property
     def rounds(self) -> tuple[tuple[int, ...], ...]:
@@ -93,7 +94,10 @@ class ServedRun:
 
 @dataclass
 class RunRecord:
-    """What came of a run, as the evidence holds it. `error` is None exactly if it answered every prompt and shut down by itself."""
+    """What came of a run, as the evidence holds it. `error` is None exactly if it answered every prompt and shut down by itself.
+
+    `gpu_processes`, of a server on several GPUs: the processes on each, by their ids; empty where the driver does not tell.
+    """
 
     name: str
     path: str
@@ -106,6 +110,7 @@ class RunRecord:
     error: str | None = None
     log_lines: list[str] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
+    gpu_processes: dict[str, list[int]] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
 
     @classmethod
@@ -122,11 +127,14 @@ def server_arguments(backend: str, port: int, options: Mapping[str, Any] = ENGIN
     """Arguments of `vllm serve` after the model: the options of the offline engine, strict about the environment, on loopback."""
     options = dict(options)
     compilation = options.pop("compilation_config", {})
+    if not options.get("disable_log_stats", True):  # as a server does by itself; it has a flag for the opposite alone
+        del options["disable_log_stats"]
     arguments = ["--attention-backend", backend, "--fail-on-environ-validation", "--served-model-name", MODEL_NAME]
     arguments += ["--host", "127.0.0.1", "--port", str(port), *(f"-cc.{name}={value}" for name, value in compilation.items())]
     for name, value in options.items():
         flag = name.replace("_", "-")
-        arguments += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        arguments += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", text]
     return arguments
 
 
@@ -148,18 +156,23 @@ def execute(
             content = json.loads((scratch / f"{run.name}.json").read_text())
             record.answers = [Answer.from_json(answer) for answer in content["answers"]]
             record.counters = content["counters"]
-            if run.variant.exercised and not record.counters.get(run.variant.exercised):
-                raise RuntimeError(f"{run.variant.exercised} is 0 at the end: the run shows nothing of {run.variant_name}")
         else:
             wait_until_healthy(process, port, deadline)
             record.answers = [answer for lengths in run.rounds for answer in complete(port, prompts(lengths), deadline)]
+            record.counters = metrics(port, [run.variant.exercised]) if run.variant.exercised else {}
+            record.gpu_processes = processes_by_gpu() if run.variant.gpus > 1 else {}
             record.exit_status = process.stop()
             if record.exit_status not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
                 raise RuntimeError(f"the server shut down with status {record.exit_status}")
+        if run.variant.exercised and not record.counters.get(run.variant.exercised):
+            raise RuntimeError(f"{run.variant.exercised} is 0 at the end: the run shows nothing of {run.variant_name}")
+        if everywhere := on_several(record.gpu_processes):
+            raise RuntimeError(f"every rank must keep to its own GPU, but these processes were on several: {everywhere}")
         # Without this line the answers could be another backend's.
         if not names_backend(process.log_lines(), run.backend):
             raise RuntimeError(f"the log does not say that {run.backend} was used")
-        if run.backend == OURS and run.variant_name == PLAIN and not names_full_graphs(process.log_lines()):
+        graphs_named = run.variant_name == PLAIN or run.variant.gpus > 1
+        if run.backend == OURS and graphs_named and not names_full_graphs(process.log_lines()):
             raise RuntimeError("the log does not say that full CUDA graphs were captured")
     except Exception as error:  # the other runs go on; this one's record says what happened
         record.error = error_text(error)
@@ -204,6 +217,12 @@ def recorded_child(command: list[str], environment: Mapping[str, str], checkpoin
     names = {sys.executable: "python", str(OFFLINE_ENGINE): f"kernels/benchmarks/{OFFLINE_ENGINE.name}", str(checkpoint): "CHECKPOINT"}
     words = [names.get(word, word.replace(f"{scratch}/", "")) for word in command]
     return " ".join([*(f"{name}={value}" for name, value in environment.items()), *words])
+
+
+def on_several(gpu_processes: Mapping[str, Sequence[int]]) -> list[int]:
+    """Processes that are on more than one GPU."""
+    everyone = [process for processes in gpu_processes.values() for process in processes]
+    return sorted({process for process in everyone if everyone.count(process) > 1})
 
 
 def names_backend(log_lines: Sequence[str], backend: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 PLAIN = "plain"
@@ -25,6 +25,8 @@ class Variant:
         heads: query heads of the checkpoint, `None` for the run's own.
         attention: whether attention reaches the residual stream; without it, the answers show what attention decides.
         only_ours: whether DENSE_MLA alone runs, in one partial dtype, to be compared with nobody.
+        gpus: how many it takes.
+        undivided: with several GPUs, the variant on one of them that answers alike.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -34,6 +36,8 @@ class Variant:
     heads: int | None = None
     attention: bool = True
     only_ours: bool = False
+    gpus: int = 1
+    undivided: str | None = None
 
 
 def _speculative(tokens: int) -> Variant:
@@ -58,6 +62,40 @@ VARIANTS: dict[str, Variant] = {
     "fp8": Variant({"kv_cache_dtype": "fp8"}),
     **{f"heads{heads}": Variant(heads=heads, only_ours=True) for heads in (96, 48, 24, 12, 6)},
 }
+
+# NVLink multicast off, wherever vLLM or a library below it would take it by itself, and the all-reduce and the exchange of context ranks left to
+# NCCL: a process that dies with multicast memory can put the GPUs of a host out of service, which others may share.
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_USE_NCCL_SYMM_MEM": "0",
+    "VLLM_USE_DIRECT_DCP_A2A": "0",
+    "VLLM_USE_DIRECT_DCP_Q_GATHER": "0",
+    "VLLM_USE_DIRECT_DCP_KV_GATHER": "0",
+}
+TENSOR_PARALLEL = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
+RANKS: dict[str, dict[str, Any]] = {"tp2": TENSOR_PARALLEL, "dcp2": TENSOR_PARALLEL | {"decode_context_parallel_size": 2}}
+UNDIVIDED = (PLAIN, "spec4", "invariant")
+
+
+def _divided(name: str, ranks: str) -> Variant:
+    alone = VARIANTS[name]
+    options, environment = {**alone.options, **RANKS[ranks]}, {**alone.environment, **NO_MULTICAST}
+    return replace(alone, options=options, environment=environment, gpus=2, undivided=name)
+
+
+# Of two GPUs: the heads shared out (tp2), and each request's keys as well (dcp2).
+RANK_VARIANTS: dict[str, Variant] = {
+    ranks if name == PLAIN else f"{ranks}_{name}": _divided(name, ranks) for ranks in RANKS for name in UNDIVIDED
+}
+
+
+def variant_of(name: str) -> Variant:
+    """A variant on one GPU or on several."""
+    return RANK_VARIANTS[name] if name in RANK_VARIANTS else VARIANTS[name]
 
 
 def prompts(lengths: Sequence[int]) -> list[list[int]]:

@@ -55,14 +55,12 @@ class DenseMLADecoder:
             cache_dir: folder of compiled kernels, as `kernel_cache.cache_folder` takes it; by default what VLLM_K3_DENSE_MLA_CACHE_DIR says.
 
         Raises:
-            ValueError: an unsupported device, a batch out of range, or a folder that is no absolute path.
+            ValueError: an unsupported device or one that is not there, a batch out of range, or a folder that is no absolute path.
             RuntimeError: a CUDA graph is being captured and the kernels are not compiled yet.
         """
         if not 1 <= max_requests <= MAX_REQUESTS:
             raise ValueError(f"max_requests must be from 1 to {MAX_REQUESTS}, got {max_requests}")
-        if device.type != "cuda":
-            raise ValueError(f"device must be a CUDA device, got {device}")
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        device = _present(device)
         decoder = cls(problem, device, max_requests, prepared_kernels(problem, device, kernel, cache_dir))
         if not torch.cuda.is_current_stream_capturing():
             decoder._load()
@@ -292,3 +290,13 @@ class DenseMLADecoder:
                 f"got shape {tuple(workspace.shape)} at an address {past} past a multiple"
             )
         return workspace_views(self.problem, workspace[:needed] if held % ALIGNMENT else workspace, slots)
+
+
+def _present(device: torch.device) -> torch.device:
+    """A CUDA device of this process, with its index; the current one where none is given."""
+    if device.type != "cuda":
+        raise ValueError(f"device must be a CUDA device, got {device}")
+    devices = torch.cuda.device_count()
+    if (device.index or 0) >= devices:
+        raise ValueError(f"device must be one of the {devices} CUDA devices that this process sees, got {device}")
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

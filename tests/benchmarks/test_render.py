@@ -182,7 +182,22 @@ def test_serving_evidence_becomes_sections(project: Path) -> None:
     assert "Compilation: none, full graphs of decode steps." in page
     assert "| offline_flashmla | offline_triton_mla | 1 of 1 | 40 of 48 | 0.0123 | 0.030 |" in page
     assert "these many stay the same: 0, 2." in page and "compared with nobody: offline_dense_mla_bf16_heads96." in page
-    assert page.count(render.NOTHING) == len(render.DECODE_SECTIONS) + 2  # the other served model, and the other ways to serve
+    assert page.count(render.NOTHING) == len(render.DECODE_SECTIONS) + 3  # the other served model, the other ways to serve, and two GPUs
+
+
+def test_what_a_run_on_two_gpus_writes_can_be_rendered(project: Path) -> None:
+    """The part of it that has run so far: what is missing is named, and nothing is said to have passed."""
+    from benchmarks.answers import Answer
+    from benchmarks.serve_tp2 import evidence_of, planned_runs
+    from benchmarks.served_run import RunRecord
+
+    answer = Answer(1, (5,), (-0.2,), ((9,),), ((-2.0,),))
+    runs = [run for run in planned_runs() if run.partial_dtype != "fp32"]
+    records = {run.name: RunRecord(run.name, run.path, run.backend, run.partial_dtype, run.variant_name, answers=[answer]) for run in runs}
+    save(project, "docs/evidence/serve_tp2_h200.json", evidence_of(FACTS, records))
+    page = written(project)["docs/benchmarks.md"]
+    assert "| serve_dense_mla_bf16_dcp2_spec4 | offline_dense_mla_bf16_spec4 | 1 of 1 | 1 of 1 | 0.0000 | 0.000 |" in page
+    assert "Not run: offline_dense_mla_fp32, " in page and "Not passed." in page
 
 
 def test_what_the_load_test_writes_can_be_rendered(project: Path) -> None:

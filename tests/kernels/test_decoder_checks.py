@@ -175,6 +175,38 @@ def test_prepare_refuses_what_it_cannot_serve() -> None:
             DenseMLADecoder.prepare(problem, torch.device("cpu"), max_requests=max_requests)
 
 
+@pytest.mark.parametrize(("devices", "device"), [(0, "cuda"), (0, "cuda:0"), (1, "cuda:1"), (2, "cuda:7")])
+def test_prepare_refuses_a_device_that_is_not_there(devices: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose local index is beyond what its process sees."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    with pytest.raises(ValueError, match=f"^device must be one of the {devices} CUDA devices that this process sees, got {device}$"):
+        DenseMLADecoder.prepare(DecodeProblem(HEADS, PAGE_SIZE), torch.device(device), max_requests=8)
+
+
+class OnTheSecondGpu(torch.Tensor):
+    """A tensor of the CPU that says it is on a device that this machine does not have."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("name", ["q", "kv_cache", "block_table", "seq_lens", "schedule", "workspace", "out", "lse"])
+def test_a_tensor_of_another_ranks_device_is_refused(name: str, decoder: DenseMLADecoder, arguments: Arguments, launches: list[str]) -> None:
+    spoiled = arguments | {name: arguments[name].as_subclass(OnTheSecondGpu)}
+    with pytest.raises(ValueError, match=f"^{name} must be on cpu, got cuda:1$"):
+        decoder.run(**spoiled)
+    assert launches == []
+
+
+@pytest.mark.parametrize("name", ["seq_lens", "block_table", "schedule"])
+def test_a_plan_over_two_devices_is_refused(name: str, decoder: DenseMLADecoder, arguments: Arguments, launches: list[str]) -> None:
+    planned = {each: arguments[each] for each in ("seq_lens", "block_table", "schedule")}
+    with pytest.raises(ValueError, match=f"^{name} must be on cpu, got cuda:1$"):
+        decoder.schedule(**planned | {name: planned[name].as_subclass(OnTheSecondGpu)})
+    assert launches == []
+
+
 def decoder_of(problem: DecodeProblem, launches: list[str]) -> DenseMLADecoder:
     kernels = CompiledKernels(*(lambda *args, name=name: launches.append(name) for name in ("schedule", "forward", "merge")), row_tiles=1)
     return DenseMLADecoder(problem, torch.device("cpu"), 8, kernels)
