@@ -45,7 +45,7 @@ ARCHITECTURES = {
 
 # Where the kernels passed their tests on hardware. The portable kernels compile for the others and may be forced; they are not chosen there.
 VERIFIED = (HOPPER,)
-# KV caches whose kernels passed theirs, on all of VERIFIED. The E4M3 kernels compile and can be prepared; the plugin does not offer them yet.
+# KV caches that were served with, on all of VERIFIED. The Hopper kernel of E4M3 caches passed its tests; the plugin offers it once a model was served.
 VERIFIED_KV_DTYPES = (torch.bfloat16, torch.float16)
 
 

@@ -130,6 +130,8 @@ class DenseMLADecoder:
         q_nope, q_rope = self._query(q, requests)
         kv_cache = self._cache(kv_cache)
         out = self._by_token("out", out, requests, HEAD_DIM_V)
+        if 0 in out.stride():
+            raise ValueError(f"out must have an address of its own for every value, got strides {out.stride()} by request, token, head and column")
         self._check_table(block_table, requests, max_seq_len)
         self._check_lse(lse, requests)
         self._check_total_lens(total_lens, requests)

@@ -146,6 +146,13 @@ def test_batch_invariant_answers_are_right(partial_dtype: torch.dtype) -> None:
     decode(cases.gaussian([0, 1, 64, 256, 257, 8191, 8192, 8193, 40_000], DEVICE), partial_dtype, batch_invariant=True)
 
 
+def test_more_split_requests_than_the_merge_has_threads() -> None:
+    """1,100 requests of five tiles, two pieces each: the merge lays them out in three passes. Whole ones and empty ones between them."""
+    lens = [257 + 64 * (i % 3) if i % 7 else i % 2 for i in range(1284)]
+    assert sum(n > 256 for n in lens) == 1100
+    decode(cases.gaussian(lens, DEVICE, heads=1), torch.bfloat16, batch_invariant=True, max_requests=len(lens))
+
+
 def test_the_device_plans_invariant_pieces_as_the_host_does() -> None:
     decoder = DenseMLADecoder.prepare(DecodeProblem(12, 64, batch_invariant=True), DEVICE, max_requests=1024)
     schedule = decoder.empty_schedule()
