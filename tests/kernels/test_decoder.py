@@ -256,7 +256,7 @@ def test_a_nan_that_a_request_sees_shows(heads: int) -> None:
 
 
 def test_nothing_is_allocated_or_compiled_after_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault 73."""
+    """Fault 73: after a first step, ten more compile no kernel, load none and take no memory."""
     import cutlass.cute as cute
 
     step = decode(cases.gaussian(MIXED_LENGTHS, DEVICE), torch.bfloat16)

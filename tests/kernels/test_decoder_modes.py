@@ -45,7 +45,7 @@ def test_draft_blocks_see_every_key(query_len: int) -> None:
 
 @pytest.mark.parametrize("seq_len", [218_000, 303_000])
 def test_long_verification(seq_len: int) -> None:
-    """Fault 81."""
+    """Fault 81: verification of eight tokens at the context lengths of the report."""
     decode(cases.gaussian([seq_len], DEVICE, heads=8, query_len=8), torch.bfloat16)
 
 
