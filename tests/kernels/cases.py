@@ -1,5 +1,7 @@
 """Small inputs that once broke MLA decode kernels elsewhere, each with the property that must hold.
 
+The numbers of the faults: tests/FAULTS.md.
+
 The reference on the CPU and the kernels on a GPU run the very same input:
 
     case = cases.FAULTS["late peak"](device)

@@ -146,6 +146,18 @@ def test_batch_invariant_answers_are_right(partial_dtype: torch.dtype) -> None:
     decode(cases.gaussian([0, 1, 64, 256, 257, 8191, 8192, 8193, 40_000], DEVICE), partial_dtype, batch_invariant=True)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_more_pieces_at_replay_than_at_capture(batch_invariant: bool) -> None:
+    """Fault 32: captured with requests of one key, replayed with the pieces of 40,000; nothing is written behind the workspace."""
+    case = cases.gaussian([40_000, 257, 0, 5000], DEVICE)
+    step = Step.of(replace(case, seq_lens=torch.ones_like(case.seq_lens)), torch.bfloat16, batch_invariant=batch_invariant)
+    graph = captured(step)
+    step.case.seq_lens.copy_(case.seq_lens)
+    step.out.fill_(math.nan)
+    graph.replay()
+    replace(step, case=case).check()
+
+
 def test_more_split_requests_than_the_merge_has_threads() -> None:
     """1,100 requests of five tiles, two pieces each: the merge lays them out in three passes. Whole ones and empty ones between them."""
     lens = [257 + 64 * (i % 3) if i % 7 else i % 2 for i in range(1284)]
