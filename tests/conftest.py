@@ -19,7 +19,10 @@ def kernel_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_kernel_cache_of_the_user(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernel_cache_folder: Path) -> None:
-    """Tests of the kernels on a GPU use the user's cache, so that a second run compiles nothing; no other test touches it."""
+    """Tests on a GPU use the user's cache, if VLLM_K3_DENSE_MLA_CACHE_DIR turns it on (`on` or a path), so that a second run compiles nothing.
+
+    It is off by default: then every run compiles. No other test touches the user's.
+    """
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv(CACHE_DIR_VARIABLE, str(kernel_cache_folder))
 

@@ -146,11 +146,11 @@ class _Prepared:
         return self.kernels[known]
 
     def _fetch(self, source: KernelSource, capability: tuple[int, int], forced: str | None, cache: KernelCache | None) -> Callable[..., Any]:
-        options, loaded = compile_options(capability), False
-        if cache is None:
+        options, target, loaded = compile_options(capability), architecture(capability).target, False
+        key = cache.key(partial(kernel_key, source.name, source.problem, target, options, forced)) if cache is not None else None
+        if cache is None or key is None:
             kernel = source.compile(options)
         else:
-            key = kernel_key(source.name, source.problem, architecture(capability).target, options, forced)
             kernel, loaded = cache.fetch(source.name, key, partial(source.compile, options))
         self.preparation = replace(
             self.preparation, compiled=self.preparation.compiled + (not loaded), loaded=self.preparation.loaded + loaded

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import re
-import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,10 +21,11 @@ from typing import Any
 
 from . import file_lock
 from .kernel_key import SOURCES, sources_digest
+from .trusted_folder import refuse_folder, refuse_owner
 
 CACHE_DIR_VARIABLE = "VLLM_K3_DENSE_MLA_CACHE_DIR"
 OFF, ON = "off", "on"
-MAX_ENTRIES = 1024  # of 30 to 80 KB; a deployment has 3 to 33 on each context rank
+MAX_ENTRIES = 1024  # of 32 to 97 KB; a deployment has 3 to 33 on each context rank
 LOCK_SECONDS = 120.0  # a kernel compiles in 1 to 5 seconds; a process that was stopped must not stop the others
 LEFTOVER_SECONDS = 3600.0  # age of what a killed process left behind
 _DIGEST_BYTES = 32
@@ -72,7 +72,7 @@ def _default_folder() -> Path | None:
 
 @dataclass(frozen=True)
 class CacheContents:
-    """What a cache folder holds, and why it cannot be used, if so."""
+    """What a cache folder holds, and why it cannot be used, if so: then nothing in it counts."""
 
     entries: int
     bytes: int
@@ -82,8 +82,9 @@ class CacheContents:
 def cache_contents(folder: Path) -> CacheContents:
     """Looks into a folder and changes nothing; one that is not there is empty."""
     try:
-        sizes = [status.st_size for _, status in _files(folder, _ENTRY)]
-        return CacheContents(len(sizes), sum(sizes), refuse_owner(folder.stat()))
+        refusal = refuse_folder(_real(folder))
+        sizes = [status.st_size for _, status in _files(folder, _ENTRY)] if refusal is None else []
+        return CacheContents(len(sizes), sum(sizes), refusal)
     except FileNotFoundError:
         return CacheContents(0, 0, None)
     except OSError as error:
@@ -99,15 +100,23 @@ class KernelCache:
     @classmethod
     def open(cls, folder: Path) -> KernelCache | None:
         """The cache in a folder, which is made if it is not there. None, after one line in the log, where entries cannot be trusted or read."""
+        real = _real(folder)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            refusal = refuse_owner(folder.stat())
+            refusal = refuse_folder(real, make=True)
         except OSError as error:
             refusal = _reason(error)
         if refusal is None:
-            return cls(folder)
+            return cls(real)
         _warn_once(f"kernel cache {folder} is not used: {refusal}")
         return None
+
+    def key(self, make_key: Callable[[], str]) -> str | None:
+        """What `make_key` returns; None, after one line in the log, where it fails: without a key nothing is loaded or kept."""
+        try:
+            return make_key()
+        except Exception as error:  # of the DSL, which looks for the toolkit
+            _warn_once(f"kernel cache {self.folder}: the key of a kernel cannot be made: {_reason(error)}; it is compiled and not kept")
+            return None
 
     def fetch(self, name: str, key: str, compile_kernel: Callable[[], Any]) -> tuple[Callable[..., Any], bool]:
         """A kernel from its entry, or compiled and then kept. Of several processes that lack an entry, one compiles and the others wait.
@@ -176,7 +185,7 @@ class KernelCache:
 
     def _publish(self, name: str, key: str, compiled: Any) -> bool:
         """Writes an entry; False, after one line in the log, where that failed."""
-        if sources_digest() != SOURCES:
+        if _sources_changed():
             _warn_once(f"kernel cache {self.folder}: the sources of dense_mla changed since this process started; its kernels are not kept")
             return False
         path = self._path(name, key)
@@ -191,18 +200,26 @@ class KernelCache:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(draft, path)
-            _sync_folder(self.folder)
-            self._prune()
-            return True
         except Exception as error:  # the kernel is there: it runs, kept or not
             self._say_read_only(error)
             return False
         finally:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
+        self._tidy()
+        return True
 
     def _say_read_only(self, error: Exception) -> None:
         _warn_once(f"kernel cache {self.folder} cannot be written: {_reason(error)}; kernels that it lacks are compiled and not kept")
+
+    def _tidy(self) -> None:
+        """What a new entry asks for; it is there, whatever fails here."""
+        with suppress(OSError):  # some file systems cannot sync a folder: an entry that is lost with the machine's power is compiled again
+            _sync_folder(self.folder)
+        try:
+            self._prune()
+        except OSError as error:
+            _warn_once(f"kernel cache {self.folder} is not pruned: {_reason(error)}; it may grow beyond {MAX_ENTRIES} entries")
 
     def _prune(self) -> None:
         """Delete the entries that were used longest ago, above the bound, and what killed processes left. A loader that comes too late compiles."""
@@ -213,13 +230,16 @@ class KernelCache:
             path.unlink(missing_ok=True)
 
 
-def refuse_owner(status: os.stat_result) -> str | None:
-    """Why a file or folder may hold somebody else's code, or None."""
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"it belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others may write to it (mode {stat.S_IMODE(status.st_mode):o})"
-    return None
+def _real(folder: Path) -> Path:
+    """Where a folder is once the symbolic links on the way are followed: changing one afterwards leads nobody elsewhere."""
+    return Path(os.path.realpath(folder))
+
+
+def _sources_changed() -> bool:
+    try:
+        return sources_digest() != SOURCES
+    except OSError:  # one is gone
+        return True
 
 
 def _damage(path: Path) -> str | None:
