@@ -45,7 +45,7 @@ ARCHITECTURES = {
 
 # Where the kernels passed their tests on hardware. The portable kernels compile for the others and may be forced; they are not chosen there.
 VERIFIED = (HOPPER,)
-# KV caches that were served with, on all of VERIFIED. The Hopper kernel of E4M3 caches passed its tests; the plugin offers it once a model was served.
+# KV caches that models were served with, on all of VERIFIED. The Hopper kernel of E4M3 caches has passed its tests; that is not enough to offer it.
 VERIFIED_KV_DTYPES = (torch.bfloat16, torch.float16)
 
 
