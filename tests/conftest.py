@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from dense_mla import unsupported_reason
-from dense_mla.kernel_cache import CACHE_DIR_VARIABLE
-
-
-@pytest.fixture(scope="session")
-def kernel_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder of compiled kernels for all tests that run without a GPU."""
-    return tmp_path_factory.mktemp("kernels") / "cache"
+from dense_mla import decoder, unsupported_reason
+from vllm_dense_mla.registration import CACHE_DIR_VARIABLE
+from vllm_dense_mla.settings import load_settings
 
 
 @pytest.fixture(autouse=True)
-def no_kernel_cache_of_the_user(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernel_cache_folder: Path) -> None:
-    """Tests on a GPU use the user's cache, if VLLM_K3_DENSE_MLA_CACHE_DIR turns it on (`on` or a path), so that a second run compiles nothing.
-
-    It is off by default: then every run compiles. No other test touches the user's.
-    """
+def kernel_cache_of_the_user(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests on a GPU use it where VLLM_K3_DENSE_MLA_CACHE_DIR turns it on, so that a second run compiles nothing. No other test touches it."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setenv(CACHE_DIR_VARIABLE, str(kernel_cache_folder))
+        monkeypatch.delenv(CACHE_DIR_VARIABLE, raising=False)
+    else:
+        folder, prepared = load_settings().cache_folder, decoder.prepared_kernels
+        monkeypatch.setattr(decoder, "prepared_kernels", lambda *args: prepared(*args[:3], args[3] or folder))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from dense_mla import DecodeProblem, reference, unsupported_reason
 from dense_mla.arch import ARCHITECTURES, compile_target, forward_class
-from dense_mla.kernel_cache import OFF, cache_contents
+from dense_mla.kernel_cache import cache_contents
 from dense_mla.problem import PARTIAL_DTYPES, TILE_KEYS
 
 from . import __version__
@@ -200,6 +200,8 @@ def _check_settings() -> Check:
 
 def _kernel_cache(folder: Path | None, source: str) -> tuple[str, dict[str, Any]]:
     """Where compiled kernels are kept and how many there are, as a line and as values."""
+    from .settings import OFF
+
     if folder is None:
         return f"kernel cache {OFF} ({source})", {"value": OFF, "source": source}
     contents = cache_contents(folder)

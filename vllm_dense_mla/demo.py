@@ -112,8 +112,10 @@ def decode_on_gpu(problem: DecodeProblem, data: Batch) -> Decoded:
     """One decode with the kernels, forward and merge, timed as replays of a CUDA graph."""
     from dense_mla import DenseMLADecoder
 
+    from .settings import load_settings
+
     device, requests = data.kv_cache.device, len(data.lens)
-    decoder = DenseMLADecoder.prepare(problem, device, max_requests=requests)
+    decoder = DenseMLADecoder.prepare(problem, device, max_requests=requests, cache_dir=load_settings().cache_folder)
     schedule = decoder.empty_schedule()
     workspace = torch.full((decoder.workspace_size(requests).total_bytes,), NAN_BYTE, dtype=torch.uint8, device=device)
     out = torch.full((requests, problem.num_heads, HEAD_DIM_V), torch.nan, dtype=torch.bfloat16, device=device)

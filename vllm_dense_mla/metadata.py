@@ -19,14 +19,13 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from dense_mla.arch import compile_target, forward_class
 from dense_mla.compiled import preparation
 from dense_mla.decoder import DenseMLADecoder
-from dense_mla.kernel_cache import OFF
 from dense_mla.problem import DecodeProblem
 from dense_mla.workspace import WorkspaceSize
 
 from .buckets import BucketTable, WorkspaceTables, size_buckets
 from .decode_steps import read_steps
 from .registration import BACKEND_NAME
-from .settings import DenseMLASettings, load_settings
+from .settings import OFF, DenseMLASettings, load_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -119,7 +118,7 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder[DenseMLAMetadata]):
         for problem in problems.values():
             if problem not in self._prepared:
                 decoder = DenseMLADecoder.prepare(
-                    problem, self.device, max_requests=self._steps.max_num_seqs, cache_dir=settings.cache_folder or OFF
+                    problem, self.device, max_requests=self._steps.max_num_seqs, cache_dir=settings.cache_folder
                 )
                 buckets = size_buckets(problem, self._steps.capture_sizes, self._steps.max_num_seqs, decoder.sm_count)
                 self._prepared[problem] = PreparedStep(decoder, decoder.empty_schedule(), buckets)

@@ -13,6 +13,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 from dense_mla import DecodeProblem, DenseMLADecoder
 from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V
 
+from .settings import load_settings
+
 READ_BYTES = 2**30  # some twenty times an H200's L2
 DECODE_REQUESTS, DECODE_KEYS = 64, 16384  # 1.2 GB of keys, for the same reason
 WARM_UP, SAMPLES = 20, 15  # launches; the clock rises only under load
@@ -44,7 +46,7 @@ def measure_read(device: torch.device) -> float:
 def measure_decode(problem: DecodeProblem, device: torch.device) -> float:
     """GB/s of KV cache that one decode of 64 requests of 16,384 keys reads, forward and merge, with a schedule that is there already."""
     requests, pages = DECODE_REQUESTS, -(-DECODE_KEYS // problem.page_size)
-    decoder = DenseMLADecoder.prepare(problem, device, max_requests=requests)
+    decoder = DenseMLADecoder.prepare(problem, device, max_requests=requests, cache_dir=load_settings().cache_folder)
     kv_cache = torch.randn((requests * pages, problem.page_size, HEAD_DIM_QK), dtype=torch.bfloat16, device=device)
     block_table = torch.randperm(requests * pages, device=device).int().view(requests, pages)
     seq_lens = torch.full((requests,), DECODE_KEYS, dtype=torch.int32, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,22 +11,34 @@ import torch
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from dense_mla.kernel_cache import OFF, cache_folder
-
 from .registration import CACHE_DIR_VARIABLE, PARTIAL_DTYPE_VARIABLE
 
 PartialDtype = Literal["bf16", "fp32"]
 _SPELLINGS = {"bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+OFF, ON = "off", "on"
 
 
 def _canonical(value: Any) -> Any:
     return _SPELLINGS.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _absolute(value: str) -> str:
-    cache_folder(value)
-    return value or OFF
+def _word_or_path(value: str) -> str:
+    """`on` or `off` as they are spelled here, or an absolute path."""
+    word = value.strip().lower() or OFF
+    if word in (ON, OFF):
+        return word
+    if not os.path.isabs(os.path.expanduser(value)):
+        raise ValueError(f"{CACHE_DIR_VARIABLE} must be an absolute path, on or off, got {value!r}")
+    return value
+
+
+def _default_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "vllm-dense-mla"
+    if not folder.is_absolute():
+        raise ValueError(f"{CACHE_DIR_VARIABLE} must be an absolute path or off where there is no home directory, got {ON!r}")
+    return folder
 
 
 class DenseMLASettings(BaseSettings):
@@ -39,7 +52,7 @@ class DenseMLASettings(BaseSettings):
     FP32 saves one rounding of every partial and takes twice the bytes of out_partial. The splits and the KV cache are the same.
     """
 
-    cache_dir: Annotated[str, AfterValidator(_absolute)] = Field(OFF, validation_alias=CACHE_DIR_VARIABLE)
+    cache_dir: Annotated[str, AfterValidator(_word_or_path)] = Field(OFF, validation_alias=CACHE_DIR_VARIABLE)
     """Folder where compiled kernels are kept between starts: an absolute path, `on` for `~/.cache/vllm-dense-mla` (or `vllm-dense-mla` in
     `XDG_CACHE_HOME`), or `off` (or empty) to compile at every start.
 
@@ -64,8 +77,14 @@ class DenseMLASettings(BaseSettings):
 
     @property
     def cache_folder(self) -> Path | None:
-        """The folder that `cache_dir` names, or None where nothing is kept."""
-        return cache_folder(self.cache_dir)
+        """The folder that `cache_dir` names, or None where nothing is kept.
+
+        Raises:
+            ValueError: `on` for a user without a home directory.
+        """
+        if self.cache_dir == OFF:
+            return None
+        return _default_folder() if self.cache_dir == ON else Path(os.path.expanduser(self.cache_dir))
 
 
 @cache
@@ -81,5 +100,5 @@ def load_settings() -> DenseMLASettings:
         first = error.errors()[0]
         variable, value = first["loc"][0], first["input"]
         if variable == CACHE_DIR_VARIABLE:
-            raise ValueError(f"{CACHE_DIR_VARIABLE} must be an absolute path, on or off, got {value!r}") from None
+            raise first["ctx"]["error"] from None
         raise ValueError(f"{PARTIAL_DTYPE_VARIABLE} must be bf16, fp32, bfloat16 or float32 (any case), got {value!r}") from None

@@ -142,8 +142,11 @@ def _problem(inputs: DecodeInputs, partial_dtype: torch.dtype, batch_invariant: 
 
 def _decoder(problem: DecodeProblem, inputs: DecodeInputs, kernel: str | None = None) -> DenseMLADecoder:
     from dense_mla.decoder import DenseMLADecoder
+    from vllm_dense_mla.settings import load_settings
 
-    return DenseMLADecoder.prepare(problem, inputs.q.device, max_requests=inputs.shape.batch, kernel=kernel)
+    # A kernel from the cache is the kernel: a second run need not compile it.
+    folder = load_settings().cache_folder
+    return DenseMLADecoder.prepare(problem, inputs.q.device, max_requests=inputs.shape.batch, kernel=kernel, cache_dir=folder)
 
 
 def _without_merge(decoder: DenseMLADecoder) -> DenseMLADecoder:

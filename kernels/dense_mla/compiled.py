@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .arch import architecture, build_forward, unsupported_reason
-from .kernel_cache import KernelCache, cache_folder
+from .kernel_cache import KernelCache
 from .kernel_key import kernel_key
 from .problem import WHOLE_CONTEXT, DecodeProblem
 
@@ -167,27 +167,28 @@ def preparation() -> Preparation:
 
 
 def prepared_kernels(
-    problem: DecodeProblem, device: torch.device, kernel: str | None = None, cache_dir: str | Path | None = None
+    problem: DecodeProblem, device: torch.device, kernel: str | None = None, cache_dir: Path | None = None
 ) -> CompiledKernels:
     """The kernels of a problem for `device`, loaded from the cache or compiled on the first call.
 
     Args:
-        cache_dir: as in `kernel_cache.cache_folder`; of no effect on what this process has already.
+        cache_dir: folder of the cache, an absolute path, or None for no cache; of no effect on what this process has already.
 
     Raises:
-        ValueError: the device has no kernel, or the cache's folder is not absolute.
+        ValueError: the device has no kernel, or `cache_dir` is not absolute.
         RuntimeError: called for a new problem while a CUDA graph is captured.
     """
     capability = torch.cuda.get_device_capability(device)
     reason = unsupported_reason(capability)
     if reason is not None and kernel is None:
         raise ValueError(reason)
-    folder = cache_folder(cache_dir)
+    if cache_dir is not None and not cache_dir.is_absolute():
+        raise ValueError(f"cache_dir must be an absolute path, got {str(cache_dir)!r}")
     known = problem, device.index, capability, kernel
     with _PREPARED.lock:  # a second thread waits for the first, and finds its kernels
         if known not in _PREPARED.problems:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("DenseMLADecoder.prepare must run before CUDA graph capture: it compiles and loads kernels")
-            cache = None if folder is None else KernelCache.open(folder)
+            cache = None if cache_dir is None else KernelCache.open(cache_dir)
             _PREPARED.problems[known] = _PREPARED.prepare(problem, device.index, capability, kernel, cache)
         return _PREPARED.problems[known]

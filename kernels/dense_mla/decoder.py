@@ -43,7 +43,7 @@ class DenseMLADecoder:
         *,
         max_requests: int,
         kernel: str | None = None,
-        cache_dir: str | Path | None = None,
+        cache_dir: Path | None = None,
     ) -> DenseMLADecoder:
         """Compiles and loads everything that `schedule` and `run` launch.
 
@@ -52,7 +52,7 @@ class DenseMLADecoder:
             device: a CUDA device with a supported compute capability.
             max_requests: the largest batch that will be run, 1 to 4096.
             kernel: "sm80" forces the portable kernel, which is not verified on hardware yet; by default a GPU runs the fastest that it has.
-            cache_dir: folder of compiled kernels, as `kernel_cache.cache_folder` takes it; by default what VLLM_K3_DENSE_MLA_CACHE_DIR says.
+            cache_dir: folder where compiled kernels are kept between processes, an absolute path; None: nowhere.
 
         Raises:
             ValueError: an unsupported device or one that is not there, a batch out of range, or a folder that is no absolute path.

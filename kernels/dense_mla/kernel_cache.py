@@ -23,8 +23,6 @@ from . import file_lock
 from .kernel_key import SOURCES, sources_digest
 from .trusted_folder import refuse_folder, refuse_owner
 
-CACHE_DIR_VARIABLE = "VLLM_K3_DENSE_MLA_CACHE_DIR"
-OFF, ON = "off", "on"
 MAX_ENTRIES = 1024  # of 32 to 97 KB; a deployment has 3 to 33 on each context rank
 LOCK_SECONDS = 120.0  # a kernel compiles in 1 to 5 seconds; a process that was stopped must not stop the others
 LEFTOVER_SECONDS = 3600.0  # age of what a killed process left behind
@@ -34,40 +32,6 @@ _ENTRY = re.compile(r"\w+-[0-9a-f]{64}\.o")
 _LEFTOVER = re.compile(r"[0-9a-f]{64}\.lock|\w+-[0-9a-f]{64}\.\d+\.tmp")
 
 logger = logging.getLogger(__name__)
-
-
-def cache_folder(value: str | Path | None = None, name: str = "cache_dir") -> Path | None:
-    """The folder that a value names, or None for no cache. The only place where this package reads a setting from the environment.
-
-    Args:
-        value: an absolute path, with `~` for the home directory; "on" in any case for vllm-dense-mla in $XDG_CACHE_HOME or ~/.cache;
-            "off" in any case, or empty, for no cache. None: what the variable VLLM_K3_DENSE_MLA_CACHE_DIR says, and if it is not set, no cache.
-        name: of the value, in the error.
-
-    Raises:
-        ValueError: a path that is not absolute.
-    """
-    if value is None:
-        # Nobody gets it unasked: that loaded kernels give the same bits as compiled ones has a test, which has not run on a GPU yet.
-        value, name = os.environ.get(CACHE_DIR_VARIABLE, OFF), CACHE_DIR_VARIABLE
-    word = str(value).strip().lower()
-    if word in ("", OFF):
-        return None
-    if word == ON:
-        return _default_folder()
-    path = Path(os.path.expanduser(value))
-    if not path.is_absolute():
-        raise ValueError(f"{name} must be an absolute path, on or off, got {str(value)!r}")
-    return path
-
-
-def _default_folder() -> Path | None:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "vllm-dense-mla"
-    if folder.is_absolute():
-        return folder
-    _warn_once(f"there is no home directory to keep compiled kernels in; {CACHE_DIR_VARIABLE} may name a folder")
-    return None
 
 
 @dataclass(frozen=True)

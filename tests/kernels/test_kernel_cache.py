@@ -19,7 +19,7 @@ import torch
 
 from dense_mla import compiled, kernel_cache, kernel_key
 from dense_mla.compiled import prepared_kernels
-from dense_mla.kernel_cache import CACHE_DIR_VARIABLE, KernelCache, cache_contents, cache_folder
+from dense_mla.kernel_cache import KernelCache, cache_contents
 from dense_mla.problem import DecodeProblem
 
 PROBLEM = DecodeProblem(12, 64)
@@ -71,41 +71,18 @@ def fetch(cache: KernelCache, kernel: Any) -> tuple[Any, int]:
     return fetched, len(calls)
 
 
-@pytest.mark.parametrize("value", ["off", "OFF", "", " "])
-def test_off_compiles_and_keeps_nothing(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_kernels_compile_and_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled.KernelSource, "compile", lambda self, options: self.name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv(CACHE_DIR_VARIABLE, value)
+    for name in ("HOME", "XDG_CACHE_HOME", "VLLM_K3_DENSE_MLA_CACHE_DIR"):  # the kernels' package reads no setting
+        monkeypatch.setenv(name, str(tmp_path))
     assert prepared_kernels(PROBLEM, DEVICE).forward == "ForwardSm90"
     assert (compiled.preparation().compiled, compiled.preparation().loaded, list(tmp_path.iterdir())) == (3, 0, [])
 
 
-def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settled by the argument, then the variable; where it is on, by XDG_CACHE_HOME, then the home directory."""
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/no/folder/by/its/standard")
-    monkeypatch.delenv(CACHE_DIR_VARIABLE)
-    assert cache_folder() is None
-    monkeypatch.setenv(CACHE_DIR_VARIABLE, "On")
-    assert cache_folder() == Path("/home/me/.cache/vllm-dense-mla")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_folder() == Path("/xdg/vllm-dense-mla")
-    monkeypatch.setenv(CACHE_DIR_VARIABLE, "~/kernels")
-    assert cache_folder() == Path("/home/me/kernels")
-    assert cache_folder(tmp_path) == tmp_path and cache_folder("off") is None
-    monkeypatch.setenv(CACHE_DIR_VARIABLE, "kernels")
-    with pytest.raises(ValueError, match=rf"^{CACHE_DIR_VARIABLE} must be an absolute path, on or off, got 'kernels'$"):
-        cache_folder()
-    with pytest.raises(ValueError, match=r"^cache_dir must be an absolute path, on or off, got '\./kernels'$"):
-        cache_folder("./kernels")
-
-
-def test_no_home_directory_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("XDG_CACHE_HOME", CACHE_DIR_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert cache_folder("on") is None and "there is no home directory" in caplog.text
+def test_a_relative_folder_is_refused() -> None:
+    """Each process of a server may have a working directory of its own."""
+    with pytest.raises(ValueError, match=r"^cache_dir must be an absolute path, got 'kernels'$"):
+        prepared_kernels(PROBLEM, DEVICE, cache_dir=Path("kernels"))
 
 
 @pytest.mark.parametrize("umask", [0, 0o002, 0o022])

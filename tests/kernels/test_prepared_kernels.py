@@ -142,7 +142,7 @@ def test_of_eight_processes_one_compiles_each_kernel(forks: Any, tmp_path: Path)
     assert [path.suffix for path in folder.iterdir()] == [".o"] * 3
 
 
-def decode_in_a_process(problem: DecodeProblem, cache_dir: str | Path, results: Any) -> None:
+def decode_in_a_process(problem: DecodeProblem, cache_dir: Path | None, results: Any) -> None:
     """The answers of a batch with requests that are split, eager and from a graph, and what preparing took."""
     from cases import gaussian
     from dense_mla.decoder import DenseMLADecoder
@@ -174,7 +174,7 @@ def test_loaded_kernels_give_the_bits_of_compiled_ones(problem: DecodeProblem, t
     """Each in a fresh process: compiled without a cache, compiled into one, and loaded from it; eager and in a captured graph."""
     context = multiprocessing.get_context("spawn")
     found = []
-    for cache_dir in ("off", tmp_path / "cache", tmp_path / "cache"):
+    for cache_dir in (None, tmp_path / "cache", tmp_path / "cache"):
         results = context.Queue()
         process = context.Process(target=decode_in_a_process, args=(problem, cache_dir, results))
         process.start()

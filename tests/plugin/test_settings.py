@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from dense_mla import kernel_cache
 from vllm_dense_mla.registration import CACHE_DIR_VARIABLE, PARTIAL_DTYPE_VARIABLE
 from vllm_dense_mla.settings import DenseMLASettings, load_settings
 
@@ -42,23 +42,20 @@ def test_bad_value_is_one_line(monkeypatch, text):
 
 
 def test_cache_dir(monkeypatch):
-    """The kernels' package reads the variable by the same name, for callers without the plugin."""
-    assert kernel_cache.CACHE_DIR_VARIABLE == CACHE_DIR_VARIABLE
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     found = {}
-    for text in (None, "on", "/somewhere/else", "~/kernels", "off", "Off", ""):
-        monkeypatch.delenv(CACHE_DIR_VARIABLE) if text is None else monkeypatch.setenv(CACHE_DIR_VARIABLE, text)
+    for text in (None, "on", "On ", "/somewhere/else", "~/kernels", "off", "Off", "", " "):
+        monkeypatch.delenv(CACHE_DIR_VARIABLE, raising=False) if text is None else monkeypatch.setenv(CACHE_DIR_VARIABLE, text)
         load_settings.cache_clear()
         settings = load_settings()
         found[text] = settings.cache_folder, settings.cache_dir_source
-        assert settings.cache_folder == kernel_cache.cache_folder()
     assert found == {
         None: (None, "default"),
-        "on": (Path("/home/me/.cache/vllm-dense-mla"), CACHE_DIR_VARIABLE),
+        **dict.fromkeys(("on", "On "), (Path("/home/me/.cache/vllm-dense-mla"), CACHE_DIR_VARIABLE)),
         "/somewhere/else": (Path("/somewhere/else"), CACHE_DIR_VARIABLE),
         "~/kernels": (Path("/home/me/kernels"), CACHE_DIR_VARIABLE),
-        **dict.fromkeys(("off", "Off", ""), (None, CACHE_DIR_VARIABLE)),
+        **dict.fromkeys(("off", "Off", "", " "), (None, CACHE_DIR_VARIABLE)),
     }
 
 
@@ -66,6 +63,17 @@ def test_cache_dir_follows_xdg_where_it_is_on(monkeypatch):
     monkeypatch.setenv(CACHE_DIR_VARIABLE, "on")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert load_settings().cache_folder == Path("/xdg/vllm-dense-mla")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/no/folder/by/its/standard")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_settings().cache_folder == Path("/home/me/.cache/vllm-dense-mla")
+
+
+def test_a_default_folder_needs_a_home_directory(monkeypatch):
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, "on")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ValueError, match=f"^{CACHE_DIR_VARIABLE} must be an absolute path or off where there is no home directory, got 'on'$"):
+        _ = load_settings().cache_folder
 
 
 @pytest.mark.parametrize("text", ["kernels", "./kernels", "none"])
