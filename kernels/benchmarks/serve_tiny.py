@@ -19,7 +19,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import asdict
@@ -53,13 +53,17 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"serve_tiny: {error}", file=sys.stderr)
         return 2
-    deadline = time.monotonic() + args.time_limit_s
-    with closing(executed(args.runs, args, deadline)) as ended:
+    return run_and_report(args, records, lambda: evidence_of(facts, args.model_shape, records, args.compilation))
+
+
+def run_and_report(args: argparse.Namespace, records: dict[str, RunRecord], evidence: Callable[[], dict[str, Any]]) -> int:
+    """Add the record of each run to `records` as it ends, write `evidence()` of what there is by then, and report the whole. The exit status."""
+    with closing(executed(args.runs, args, time.monotonic() + args.time_limit_s)) as ended:
         for record in ended:
             records[record.name] = record
             print(f"{record.name}: {record.error or 'answered'} in {record.seconds} s", flush=True)
-            write_json(args.json, evidence_of(facts, args.model_shape, records, args.compilation))
-    content = evidence_of(facts, args.model_shape, records, args.compilation)
+            write_json(args.json, evidence())
+    content = evidence()
     write_json(args.json, content)
     report(content, args.json.parent)
     return 0 if content["passed"] else 1

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks o
 import torch
 
 from benchmarks.answers import LOGPROB_BAR, MAX_TOKENS
-from benchmarks.evidence import EVIDENCE_DIR, RunFacts, collect_facts, write_json
-from benchmarks.serve_tiny import REFERENCE, compared, earlier_records, executed, report
+from benchmarks.evidence import EVIDENCE_DIR, RunFacts, collect_facts
+from benchmarks.serve_tiny import REFERENCE, compared, earlier_records, run_and_report
 from benchmarks.served_run import OURS, UNCOMPILED, RunRecord, ServedRun, check_plugin
 from benchmarks.variants import PLAIN, PROMPT_TOKENS, RANK_VARIANTS, UNDIVIDED, variant_of
 
@@ -52,16 +50,7 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"serve_tp2: {error}", file=sys.stderr)
         return 2
-    deadline = time.monotonic() + args.time_limit_s
-    with closing(executed(args.runs, args, deadline)) as ended:
-        for record in ended:
-            records[record.name] = record
-            print(f"{record.name}: {record.error or 'answered'} in {record.seconds} s", flush=True)
-            write_json(args.json, evidence_of(facts, records))
-    content = evidence_of(facts, records)
-    write_json(args.json, content)
-    report(content, args.json.parent)
-    return 0 if content["passed"] else 1
+    return run_and_report(args, records, lambda: evidence_of(facts, records))
 
 
 def check_gpus(found: int) -> None:

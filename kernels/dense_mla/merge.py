@@ -102,11 +102,12 @@ class Merge:
         # Step 1: share out the work, in blocks of one request each. The schedule was complete before the forward started: it may be read
         # before the wait.
         most = Int32(STRANDS_LOG2)
-        count, blocks = self.lay_out(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread, most)
+        plan = (sSplits, sEnds, sWarpSums)
+        count, blocks = self.lay_out(mSchedule, num_ranges, plan, thread, most)
         if cutlass.const_expr(not self.batch_invariant):  # there, the order of a row's sum must not depend on the batch
             while (blocks > num_ctas) & (most > 0):
                 most -= 1
-                count, blocks = self.lay_out(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread, most)
+                count, blocks = self.lay_out(mSchedule, num_ranges, plan, thread, most)
         block = cta
         split, first_block = self.split_of(sEnds, count, block)
 
@@ -143,24 +144,17 @@ class Merge:
 
     @cute.jit
     def lay_out(
-        self,
-        mSchedule: cute.Tensor,
-        num_ranges: Int32,
-        sSplits: cute.Tensor,
-        sEnds: cute.Tensor,
-        sWarpSums: cute.Tensor,
-        thread: Int32,
-        most: Int32,
+        self, mSchedule: cute.Tensor, num_ranges: Int32, plan: tuple[cute.Tensor, cute.Tensor, cute.Tensor], thread: Int32, most: Int32
     ) -> tuple[Int32, Int32]:
         """The split requests and the block at which each ends, into shared memory. Their number, and all blocks.
 
-        `most`: log2 of the strands that a row may have.
+        `plan`: that memory, and the scan's. `most`: log2 of the strands that a row may have.
         """
         count = mSchedule[0]
-        blocks = self.lay_out_some(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread, most, Int32(0), count, Int32(0))
+        blocks = self.lay_out_some(mSchedule, num_ranges, plan, thread, most, Int32(0), count, Int32(0))
         if cutlass.const_expr(self.max_splits > THREADS):
             for base in cutlass.range(THREADS, count, THREADS, unroll=1):
-                blocks = self.lay_out_some(mSchedule, num_ranges, sSplits, sEnds, sWarpSums, thread, most, base, count, blocks)
+                blocks = self.lay_out_some(mSchedule, num_ranges, plan, thread, most, base, count, blocks)
         cute.arch.sync_threads()
         return count, blocks
 
@@ -169,9 +163,7 @@ class Merge:
         self,
         mSchedule: cute.Tensor,
         num_ranges: Int32,
-        sSplits: cute.Tensor,
-        sEnds: cute.Tensor,
-        sWarpSums: cute.Tensor,
+        plan: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         thread: Int32,
         most: Int32,
         base: Int32,
@@ -179,6 +171,7 @@ class Merge:
         blocks: Int32,
     ) -> Int32:
         """The split requests from `base` on, one a thread, behind `blocks` blocks; all blocks with these."""
+        sSplits, sEnds, sWarpSums = plan
         words = mSchedule.iterator + HEADER_WORDS + num_ranges * RANGE_WORDS
         index, needed = base + thread, Int32(0)
         if index < count:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_serve_tiny import CONTENT, FACTS, FAKE_ENGINE, FAKE_SERVER, answers
 
-from benchmarks import gpu_memory, serve_tp2, served_run
+from benchmarks import gpu_memory, serve_tiny, serve_tp2, served_run
 from benchmarks.answers import Answer
 from benchmarks.serve_tp2 import evidence_of, main, parse_arguments, planned_runs
 from benchmarks.served_run import RunRecord, ServedRun, server_arguments
@@ -134,7 +134,7 @@ def test_a_rank_on_both_gpus_is_an_error(fake_vllm: None, tmp_path: Path, monkey
     monkeypatch.setattr(served_run, "processes_by_gpu", lambda: {"GPU-a": [11, 12], "GPU-b": [12]})
     args = parse_arguments(["--variants", "tp2", "--layers", "1", "--json", str(tmp_path / "tp2.json")])
     args.runs = [run for run in args.runs if run.name == "serve_dense_mla_bf16_tp2"]
-    (record,) = serve_tp2.executed(args.runs, args, time.monotonic() + 60)
+    (record,) = serve_tiny.executed(args.runs, args, time.monotonic() + 60)
     assert record.error == "RuntimeError: every rank must keep to its own GPU, but these processes were on several: [12]"
 
 
