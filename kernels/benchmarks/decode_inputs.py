@@ -6,7 +6,6 @@ The calls of a timed graph go through the layers in turn. With enough caches, ea
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,20 +18,10 @@ MEMORY_CAP_BYTES = 40_000_000_000
 MIN_CALLS = 16  # of a graph: the launch of a graph costs a few microseconds, which the calls share
 MIN_CALL_BYTES = 10_000_000_000  # or calls that read this much, 2 ms of an H200: enough to share the cost as well
 MIN_REPLAY_US = 5000.0  # or calls that take this long: of one of 10 ms, each cache once will do
-SAMPLED_REQUESTS = 8  # that are compared with FP64, of a batch of more
 SCALE = 192**-0.5  # of the 128 + 64 dimensions before DeepSeek's latent projection
 SEED = 20
 KV_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8_e4m3"}
 E4M3_MAX = 448.0
-
-
-@dataclass(frozen=True, eq=False)
-class Reference:
-    """FP64 answers `values`, `[len(rows), heads, 512]`, of rows of one layer's output."""
-
-    layer: int
-    rows: torch.Tensor
-    values: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,32 +103,25 @@ class DecodeInputs:
         shape = (len(self.caches), len(self.q), self.heads, HEAD_DIM_V)
         return torch.full(shape, float("nan"), dtype=self.q.dtype, device=self.q.device)
 
-    def reference(self, layer: int, requests: Sequence[int] | None = None) -> torch.Tensor:
+    def reference(self, layer: int) -> torch.Tensor:
         """softmax(q K^T scale) V of one layer in FP64, `[R, heads, 512]`, an E4M3 cache times its scale. A request at a time: one of
         131,072 keys is 0.6 GB.
 
-        Query token t of a request sees its first `length - query_len + 1 + t` keys. With `requests`, R are the rows of those alone.
+        Query token t of a request sees its first `length - query_len + 1 + t` keys.
         """
-        requests = range(self.shape.batch) if requests is None else requests
-        out = torch.empty(len(requests) * self.query_len, self.heads, HEAD_DIM_V, dtype=torch.float64, device=self.q.device)
-        for place, request in enumerate(requests):
-            length = self.shape.seq_lens[request]
+        out = torch.empty(len(self.q), self.heads, HEAD_DIM_V, dtype=torch.float64, device=self.q.device)
+        for request, length in enumerate(self.shape.seq_lens):
             pages = self.block_table[request, : -(-length // self.page_size)].long()
             keys = self._exact(layer, pages).flatten(0, 1)[:length]
             for token in range(self.query_len):
-                visible = keys[: length - self.query_len + 1 + token]
-                weights = (self.q[request * self.query_len + token].double() @ visible.T * self.scale).softmax(dim=-1)
-                out[place * self.query_len + token] = weights @ visible[:, :HEAD_DIM_V]
+                row, visible = request * self.query_len + token, keys[: length - self.query_len + 1 + token]
+                weights = (self.q[row].double() @ visible.T * self.scale).softmax(dim=-1)
+                out[row] = weights @ visible[:, :HEAD_DIM_V]
         return out
 
-    def references(self) -> list[Reference]:
-        """What the outputs of the first and the last layer have to be, for the requests that `sampled_requests` names."""
-        return [self._reference(layer) for layer in (0, len(self.caches) - 1)]
-
-    def _reference(self, layer: int) -> Reference:
-        requests = sampled_requests(self.shape.seq_lens)
-        rows = torch.tensor([request * self.query_len + token for request in requests for token in range(self.query_len)])
-        return Reference(layer, rows.to(self.q.device), self.reference(layer, requests))
+    def references(self) -> dict[int, torch.Tensor]:
+        """What the outputs of the first and the last layer have to be, by layer."""
+        return {layer: self.reference(layer) for layer in (0, len(self.caches) - 1)}
 
     def _exact(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """The values that these pages stand for, FP64."""
@@ -152,18 +134,6 @@ class DecodeInputs:
 def quantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Values divided by their scale as E4M3, saturated: a plain cast makes NaN of what E4M3 does not reach."""
     return (values.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
-def sampled_requests(seq_lens: Sequence[int], most: int = SAMPLED_REQUESTS) -> tuple[int, ...]:
-    """The requests that are compared with FP64: all, or of a batch of more than `most` as many, evenly from the first to the last, and the longest.
-
-    2 million keys in FP64 are 10 GB to be read twice: for all requests that took longer than the timing.
-    """
-    last = len(seq_lens) - 1
-    if last < most:
-        return tuple(range(last + 1))
-    even = (place * last // (most - 1) for place in range(most))
-    return tuple(sorted({*even, max(range(last + 1), key=seq_lens.__getitem__)}))
 
 
 def num_caches(cache_bytes: int, rotated_bytes: int = ROTATED_BYTES, cap_bytes: int = MEMORY_CAP_BYTES) -> int:

@@ -54,8 +54,8 @@ class DecodeRow:
         planned_for: keys of the longest request that the capture allowed for.
         us_samples: microseconds a call, one sample a graph replay; `us` is their median.
         GBps: KV bytes of the batch / `us`.
-        relative_l2: of the worst request of the timed buffers, against softmax attention in FP64; of a large batch, of the worst of 8 requests
-            evenly from the first to the last and the longest. `None` for a forward alone that leaves split requests open: it has no answer.
+        relative_l2: of the worst request of the timed buffers, against softmax attention in FP64. `None` for a forward alone that leaves split
+            requests open: it has no answer.
         floor_us: KV bytes of the batch / the read ceiling.
         caches: distinct KV caches that the calls of a replay rotate over; `calls` is how many calls that is, fewer for a slow kernel.
         sm_clock_mhz: clock of the SMs while the shape was timed; the same for all kernels of a shape, which were timed in turn.

@@ -15,7 +15,7 @@ import torch
 from benchmarks.batch_shape import BatchShape
 from benchmarks.comparison_table import OURS
 from benchmarks.contenders import Contender
-from benchmarks.decode_inputs import DecodeInputs, Reference, enough_calls, worst_relative_l2
+from benchmarks.decode_inputs import DecodeInputs, enough_calls, worst_relative_l2
 from benchmarks.evidence import DecodeEvidence, DecodeRow, Failure, error_text
 from benchmarks.graph_timing import capture, sm_clock_mhz, time_in_turn
 from benchmarks.peers import Call
@@ -59,19 +59,18 @@ class CapturedDecode:
         torch.cuda.synchronize()
         return cls(contender, graph, calls, tuple(outs), call, contender.answers(inputs))
 
-    def relative_l2(self, references: Sequence[Reference]) -> float | None:
-        """Of the worst row that there is a reference for; `None` where the output is no answer.
+    def relative_l2(self, references: dict[int, torch.Tensor]) -> float | None:
+        """Of the worst request of the layers that there are references for; `None` where the output is no answer.
 
         Raises:
             WrongAnswerError: an output is not finite, or further from FP64 than the contender may be.
         """
         if not self.answers:
             return None
-        found = [worst_relative_l2(self.outs[reference.layer][reference.rows], reference.values) for reference in references]
+        found = [worst_relative_l2(self.outs[layer], reference) for layer, reference in references.items()]
         allowed = self.contender.max_relative_l2
         if not all(error <= allowed for error in found):
-            layers = [reference.layer for reference in references]
-            raise WrongAnswerError(f"relative L2 against FP64 is {found} at layers {layers}, allowed is {allowed}")
+            raise WrongAnswerError(f"relative L2 against FP64 is {found} at layers {list(references)}, allowed is {allowed}")
         if not torch.stack([out.isfinite().all() for out in self.outs]).all():
             raise WrongAnswerError("an output holds NaN or infinity")
         return max(found)
@@ -115,7 +114,7 @@ class ShapeTiming:
         print(f"{self.heads} heads, {self.shape.label}: inputs {inputs_s:.1f} s, captures {captures_s:.1f} s, timing {timing_s:.1f} s", flush=True)
         return alive
 
-    def _captured(self, contender: Contender, inputs: DecodeInputs, references: Sequence[Reference]) -> CapturedDecode | None:
+    def _captured(self, contender: Contender, inputs: DecodeInputs, references: dict[int, torch.Tensor]) -> CapturedDecode | None:
         try:
             decode = CapturedDecode.of(contender, inputs)
             decode.relative_l2(references)
@@ -124,7 +123,7 @@ class ShapeTiming:
             return None
         return decode
 
-    def _time(self, captured: Sequence[CapturedDecode], inputs: DecodeInputs, references: Sequence[Reference], replays: int) -> None:
+    def _time(self, captured: Sequence[CapturedDecode], inputs: DecodeInputs, references: dict[int, torch.Tensor], replays: int) -> None:
         clocks: list[int | None] = []
         try:
             timed = time_in_turn([decode.graph.replay for decode in captured], replays, meanwhile=lambda: clocks.append(sm_clock_mhz()))
