@@ -10,7 +10,7 @@ UNSCALED = ("auto", "float16", "bfloat16")
 E4M3 = ("fp8", "fp8_e4m3")
 _MODEL_DTYPES = (torch.bfloat16, torch.float16)
 _FP8_REASONS = {
-    "fp8_e5m2": "the kernels read E4M3, whose numbers are four times as fine as those of E5M2",
+    "fp8_e5m2": "the kernels read E4M3, whose numbers are twice as fine as those of E5M2",
     "fp8_ds_mla": "its records of 656 bytes are for sparse MLA",
     "fp8_per_token_head": "the kernels take one scale for the whole cache",
 }

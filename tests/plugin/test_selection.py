@@ -68,7 +68,7 @@ REFUSALS = [
     ({"head_size": 512}, "head_size must be 576 (kv_lora_rank 512 + qk_rope_head_dim 64), got 512"),
     (
         {"kv_cache_dtype": "fp8_e5m2"},
-        f"kv_cache_dtype must be {CACHES}, got fp8_e5m2: the kernels read E4M3, whose numbers are four times as fine as those of E5M2",
+        f"kv_cache_dtype must be {CACHES}, got fp8_e5m2: the kernels read E4M3, whose numbers are twice as fine as those of E5M2",
     ),
     ({"kv_cache_dtype": "fp8_ds_mla"}, f"kv_cache_dtype must be {CACHES}, got fp8_ds_mla: its records of 656 bytes are for sparse MLA"),
     (
