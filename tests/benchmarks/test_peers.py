@@ -331,8 +331,8 @@ def test_the_forward_alone_launches_no_merge(seq_lens: tuple[int, int], answers:
     launched: list[str] = []
     kernels = compiled.CompiledKernels(*(lambda *_, name=name: launched.append(name) for name in ("schedule", "forward", "merge")), row_tiles=1)
 
-    def prepare(problem: Any, device: torch.device, *, max_requests: int, kernel: str | None) -> Any:
-        assert (problem.num_heads, kernel) == (HEADS, None)
+    def prepare(problem: Any, device: torch.device, *, max_requests: int, kernel: str | None, cache_dir: Path | None) -> Any:
+        assert (problem.num_heads, kernel, cache_dir) == (HEADS, None, None)
         return decoder_module.DenseMLADecoder(problem, device, max_requests, kernels)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
