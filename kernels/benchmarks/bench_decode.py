@@ -5,9 +5,9 @@
     python kernels/benchmarks/bench_decode.py --kernel sm80 --heads 8,16 --also ''
 
 Every kernel at every shape: its output is compared with FP64 softmax attention in the very buffers that are timed, before and after, and its
-calls over rotating KV caches (so that the L2 is cold) are captured in one CUDA graph. Then the graphs of all kernels are replayed in turn, and
-each replay is a sample. A kernel that fails is written down with its error and the others go on. Under a time limit the most important shapes
-come first, and what was left out is named.
+calls over rotating KV caches (so that the L2 is cold) are captured in one CUDA graph. Then the graphs are replayed in rounds, each kernel's once
+a round in a random order, and each replay is a sample. A kernel that fails is written down with its error and the others go on. Under a time
+limit the most important shapes come first, and what was left out is named.
 
 Where --shapes is not given, uneven batches are decoded with 16, 64 and 128 heads alone. Where --peers is not given, other heads are timed
 beside TRITON_MLA, which compiles anew for each of them and is not the fastest, at two shapes only.

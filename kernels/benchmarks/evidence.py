@@ -58,7 +58,7 @@ class DecodeRow:
             requests open: it has no answer.
         floor_us: KV bytes of the batch / the read ceiling.
         caches: distinct KV caches that the calls of a replay rotate over; `calls` is how many calls that is, fewer for a slow kernel.
-        sm_clock_mhz: clock of the SMs while the shape was timed; the same for all kernels of a shape, which were timed in turn.
+        sm_clock_mhz: clock of the SMs while the shape was timed; the same for all kernels of a shape, which were timed in the same rounds.
     """
 
     kernel: str

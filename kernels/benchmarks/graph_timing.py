@@ -1,12 +1,13 @@
 """Times of device work between CUDA events, with the queue kept full: no sample waits for the host.
 
-Several kernels are timed in turn, A B C A B C: a GPU at its power limit lowers its clock, and a kernel timed alone after another would pay for
-the other's heat. In turn, all see the same clocks.
+Several kernels are timed in rounds, each once a round and in another order every time: a GPU at its power limit lowers its clock, and a kernel
+pays for the heat of the one before it. In a fixed order that would always be the same one.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -15,7 +16,8 @@ import torch
 WARM_UP_SECONDS = 0.1  # the clock rises only under load
 BUDGET_SECONDS = 0.35
 LEAST_SAMPLES = 20
-TIMING = "in turn: one graph replay of every kernel, then the next of every kernel"
+TIMING = "in rounds: one graph replay of every kernel, in another order every round"
+ORDER_SEED = 1
 
 
 def capture(calls: Iterable[Callable[[], None]]) -> torch.cuda.CUDAGraph:
@@ -29,10 +31,10 @@ def capture(calls: Iterable[Callable[[], None]]) -> torch.cuda.CUDAGraph:
 
 def time_launches(launch: Callable[[], None], samples: int) -> list[float]:
     """Microseconds of each of `samples` launches, queued behind `WARM_UP_SECONDS` of the same work."""
-    return time_in_turn([launch], samples, samples)[0]
+    return time_in_rounds([launch], samples, samples)[0]
 
 
-def time_in_turn(
+def time_in_rounds(
     launches: Sequence[Callable[[], None]],
     samples: int,
     least: int = LEAST_SAMPLES,
@@ -42,7 +44,7 @@ def time_in_turn(
     """Microseconds of each launch, a list for each of `launches`, queued behind `WARM_UP_SECONDS` of the same rounds.
 
     Args:
-        launches: what to time; one round is each of them once.
+        launches: what to time; one round is each of them once, in a random order of its own.
         samples: rounds, as far as they fit into `budget_s`; `least` in any case.
         meanwhile: called once everything is queued, while the device is still at it.
     """
@@ -51,16 +53,20 @@ def time_in_turn(
         for launch in launches:
             launch()
     rounds = max(least, min(samples, int(budget_s / once)))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * len(launches) + 1)]
+    shuffle = random.Random(ORDER_SEED)
+    order = [position for _ in range(rounds) for position in shuffle.sample(range(len(launches)), len(launches))]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(order) + 1)]
     events[0].record()
-    for position, event in enumerate(events[1:]):
-        launches[position % len(launches)]()
+    for position, event in zip(order, events[1:], strict=True):
+        launches[position]()
         event.record()
     if meanwhile is not None:
         meanwhile()
     torch.cuda.synchronize()
-    times = [before.elapsed_time(after) * 1e3 for before, after in itertools.pairwise(events)]
-    return [times[position :: len(launches)] for position in range(len(launches))]
+    times: list[list[float]] = [[] for _ in launches]
+    for position, (before, after) in zip(order, itertools.pairwise(events), strict=True):
+        times[position].append(before.elapsed_time(after) * 1e3)
+    return times
 
 
 def sm_clock_mhz() -> int | None:

@@ -1,4 +1,4 @@
-"""All contenders at one shape: checked against FP64 in the buffers that are timed, and timed in turn."""
+"""All contenders at one shape: checked against FP64 in the buffers that are timed, and timed in the same rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.comparison_table import OURS
 from benchmarks.contenders import Contender
 from benchmarks.decode_inputs import DecodeInputs, enough_calls, worst_relative_l2
 from benchmarks.evidence import DecodeEvidence, DecodeRow, Failure, error_text
-from benchmarks.graph_timing import capture, sm_clock_mhz, time_in_turn
+from benchmarks.graph_timing import capture, sm_clock_mhz, time_in_rounds
 from benchmarks.peers import Call
 
 
@@ -89,7 +89,7 @@ class ShapeTiming:
     k_scale: float = 1.0
 
     def measure(self, contenders: Sequence[Contender], replays: int) -> bool:
-        """Capture and check each, then time them in turn. False if a failure took the CUDA context with it."""
+        """Capture and check each, then time them in rounds. False if a failure took the CUDA context with it."""
         marks = [time.perf_counter()]
         try:
             inputs = DecodeInputs.random(self.shape, self.heads, self.page_size, self.device, self.kv_dtype, self.k_scale)
@@ -126,7 +126,7 @@ class ShapeTiming:
     def _time(self, captured: Sequence[CapturedDecode], inputs: DecodeInputs, references: dict[int, torch.Tensor], replays: int) -> None:
         clocks: list[int | None] = []
         try:
-            timed = time_in_turn([decode.graph.replay for decode in captured], replays, meanwhile=lambda: clocks.append(sm_clock_mhz()))
+            timed = time_in_rounds([decode.graph.replay for decode in captured], replays, meanwhile=lambda: clocks.append(sm_clock_mhz()))
         except RuntimeError as error:
             for decode in captured:
                 self._fail(decode.contender.kernel, decode.contender.partial_dtype, error)

@@ -1,5 +1,6 @@
 """The benchmark's own judgement, on the CPU: graphs are replaced by lists of calls, kernels by torch."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(shape_timing, "capture", CallList)
-    monkeypatch.setattr(shape_timing, "time_in_turn", replayed)
+    monkeypatch.setattr(shape_timing, "time_in_rounds", replayed)
     monkeypatch.setattr(shape_timing, "sm_clock_mhz", lambda: 1980)
     monkeypatch.setattr(shape_timing, "us_of", lambda call: 10.0)
     monkeypatch.setattr(decode_inputs, "num_caches", lambda cache_bytes: 2)
@@ -193,7 +194,7 @@ def test_an_error_during_the_timing_is_every_kernels_failure(monkeypatch: pytest
     def lost(*_: Any, **__: Any) -> None:
         raise RuntimeError("unspecified launch failure")
 
-    monkeypatch.setattr(shape_timing, "time_in_turn", lost)
+    monkeypatch.setattr(shape_timing, "time_in_rounds", lost)
     evidence, _ = measured(torch_decode(), Contender("PEER", None, torch_decode().prepare))
     assert not evidence.rows
     assert [(failure.kernel, failure.error) for failure in evidence.failures] == [
@@ -202,7 +203,7 @@ def test_an_error_during_the_timing_is_every_kernels_failure(monkeypatch: pytest
     ]
 
 
-def test_kernels_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_round_times_each_kernel_once_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         clock = 0.0
 
@@ -228,11 +229,13 @@ def test_kernels_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_timing, "_seconds_of_round", lambda launches: 0.01)
     launches = [launch("A", 1.0), launch("B", 2.0), launch("C", 4.0)]
     queued: list[int] = []
-    times = graph_timing.time_in_turn(launches, 30, budget_s=1.0, meanwhile=lambda: queued.append(len(order)))
-    assert order == ["A", "B", "C"] * (10 + 30) and queued == [120]  # 0.1 s of warm-up in rounds of 0.01 s
+    times = graph_timing.time_in_rounds(launches, 30, budget_s=1.0, meanwhile=lambda: queued.append(len(order)))
+    assert order[:30] == ["A", "B", "C"] * 10 and queued == [120]  # 0.1 s of warm-up in rounds of 0.01 s
+    rounds = [tuple(order[start : start + 3]) for start in range(30, 120, 3)]
+    assert set(rounds) == set(itertools.permutations("ABC"))  # nobody always follows the same one
     assert times == [pytest.approx([1000.0] * 30), pytest.approx([2000.0] * 30), pytest.approx([4000.0] * 30)]
-    assert [len(samples) for samples in graph_timing.time_in_turn(launches, 30, budget_s=0.25)] == [25, 25, 25]
-    assert [len(samples) for samples in graph_timing.time_in_turn(launches, 30, budget_s=0.01)] == [20, 20, 20]
+    assert [len(samples) for samples in graph_timing.time_in_rounds(launches, 30, budget_s=0.25)] == [25, 25, 25]
+    assert [len(samples) for samples in graph_timing.time_in_rounds(launches, 30, budget_s=0.01)] == [20, 20, 20]
 
 
 def test_defaults_are_the_eight_shapes_and_two_uneven_ones_in_both_dtypes_beside_three_peers(tmp_path: Path) -> None:
