@@ -9,7 +9,8 @@ from typing import Any
 
 MAX_TOKENS = 48
 LOGPROBS = 5  # that are asked for at every position: near-ties of three tokens happen
-LOGPROB_BAR = 0.1  # vLLM's own MLA backends are up to 0.08 apart on such a model: BF16 noise
+LOGPROB_BAR = 0.1  # for every token; BF16 noise of the logits alone is half of it (tiny_checkpoint.py)
+LOGPROB_RMS_BAR = 0.02  # over all tokens of a comparison: much smaller errors than a single token's bar shows
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,12 @@ class Agreement:
             "near_tie": None if self.lead is None else self.lead <= 2 * LOGPROB_BAR,
             "within_bar": self.within(),
         }
+
+
+def agree(agreements: Sequence[Agreement]) -> bool:
+    """Whether answers to several prompts agree: each within its bar, and all of them together within LOGPROB_RMS_BAR."""
+    rms = over_all(agreements)["logprob_rms"]
+    return rms is not None and rms <= LOGPROB_RMS_BAR and all(agreement.within() for agreement in agreements)
 
 
 def over_all(agreements: Sequence[Agreement]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks of this checkout
 
-from benchmarks.answers import LOGPROB_BAR, MAX_TOKENS, Agreement, over_all
+from benchmarks.answers import LOGPROB_BAR, LOGPROB_RMS_BAR, MAX_TOKENS, Agreement, agree, over_all
 from benchmarks.engine_process import EngineProcess, sigterm_raises
 from benchmarks.evidence import EVIDENCE_DIR, RunFacts, collect_facts, write_json
 from benchmarks.served_run import COMPILATIONS, OURS, UNCOMPILED, VLLMS_OWN, RunRecord, ServedRun, check_plugin, execute
@@ -181,7 +181,7 @@ def evidence_of(facts: RunFacts, model_shape: str, records: dict[str, RunRecord]
     return asdict(facts) | {
         "model_shape": model_shape,
         "compilation": compilation,
-        "bars": {"logprob_gap": LOGPROB_BAR, "lead_at_difference": 2 * LOGPROB_BAR},
+        "bars": {"logprob_gap": LOGPROB_BAR, "logprob_rms": LOGPROB_RMS_BAR, "lead_at_difference": 2 * LOGPROB_BAR},
         "prompt_tokens": list(PROMPTS[model_shape]),
         "max_tokens": MAX_TOKENS,
         "passed": answered and agreed and (control is None or control["attention_decides"]),
@@ -228,7 +228,7 @@ def compared(record: RunRecord, other_name: str, other: RunRecord | None) -> dic
         return named | {"within_bar": False, "error": "one side has no answers", "prompts": []}
     agreements = [Agreement.of(left, right) for left, right in zip(record.answers, other.answers)]
     return named | {
-        "within_bar": all(agreement.within() for agreement in agreements),
+        "within_bar": agree(agreements),
         "ids_equal": all(left.ids == right.ids for left, right in zip(record.answers, other.answers)),
         **over_all(agreements),
         "prompts": [agreement.to_json() for agreement in agreements],

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks o
 
 import torch
 
-from benchmarks.answers import LOGPROB_BAR, MAX_TOKENS
+from benchmarks.answers import LOGPROB_BAR, LOGPROB_RMS_BAR, MAX_TOKENS
 from benchmarks.evidence import EVIDENCE_DIR, RunFacts, collect_facts
 from benchmarks.serve_tiny import REFERENCE, compared, earlier_records, run_and_report
 from benchmarks.served_run import OURS, UNCOMPILED, RunRecord, ServedRun, check_plugin
@@ -101,7 +101,7 @@ def evidence_of(facts: RunFacts, records: dict[str, RunRecord]) -> dict[str, Any
         "gpus": GPUS,
         "heads": HEADS,
         "compilation": UNCOMPILED,
-        "bars": {"logprob_gap": LOGPROB_BAR, "lead_at_difference": 2 * LOGPROB_BAR},
+        "bars": {"logprob_gap": LOGPROB_BAR, "logprob_rms": LOGPROB_RMS_BAR, "lead_at_difference": 2 * LOGPROB_BAR},
         "prompt_tokens": list(PROMPT_TOKENS),
         "max_tokens": MAX_TOKENS,
         "passed": agreed and not not_run and not any(record.error for record in records.values()),

@@ -12,7 +12,21 @@ from typing import Any
 
 import torch
 
-from benchmarks.tiny_checkpoint import HEAD, HIDDEN, INTERMEDIATE, LATENT, OUTPUT_GAIN, QUERY_GAIN, ROPE, SEED, VOCAB, TinyCheckpoint, linear, ones
+from benchmarks.tiny_checkpoint import (
+    HEAD,
+    HIDDEN,
+    INTERMEDIATE,
+    LATENT,
+    LOGIT_GAIN,
+    OUTPUT_GAIN,
+    QUERY_GAIN,
+    ROPE,
+    SEED,
+    VOCAB,
+    TinyCheckpoint,
+    linear,
+    ones,
+)
 
 QUERY_LORA = 512
 CONVOLUTION = 4
@@ -68,7 +82,7 @@ class TinyK3Checkpoint(TinyCheckpoint):
         tensors = {
             "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=draw).bfloat16(),
             "model.norm.weight": ones(HIDDEN),
-            "lm_head.weight": linear(draw, VOCAB, HIDDEN, OUTPUT_GAIN),
+            "lm_head.weight": linear(draw, VOCAB, HIDDEN, LOGIT_GAIN),
         }
         for index, attention in enumerate((self._kda(draw), self._mla(draw))):
             tensors |= {f"model.layers.{index}.self_attn.{name}": tensor for name, tensor in attention.items()}

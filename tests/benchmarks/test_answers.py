@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks.answers import Agreement, Answer, over_all
+from benchmarks.answers import Agreement, Answer, agree, over_all
 from benchmarks.variants import PROMPT_TOKENS, VARIANTS, prompts
 
 
@@ -32,6 +32,14 @@ def test_rms_is_over_the_tokens_that_agree() -> None:
     assert (both["tokens"], both["agreeing"]) == (6, 4)
     assert both["logprob_gap"] == pytest.approx(0.1)
     assert both["logprob_rms"] == pytest.approx(math.sqrt((0.05**2 + 0.08**2 + 0.1**2) / 4), abs=1e-5)
+
+
+def test_many_small_differences_are_as_bad_as_a_large_one() -> None:
+    same, apart = Agreement.of(LEFT, LEFT), Agreement.of(LEFT, answer((5, 6, 7), (-0.53, -0.63, -0.73)))
+    assert apart.within() and not agree([apart])
+    assert agree([same, same, apart])  # 0.03 / sqrt(3)
+    assert not agree([same, Agreement.of(LEFT, answer((5, 6, 7), (-0.5, -0.71, -0.7)))])
+    assert not agree([Agreement.of(LEFT, answer((5, 6, 7), (-0.5, math.nan, -0.7)))])
 
 
 def test_nothing_is_measured_where_no_token_agrees_or_a_logprob_is_nan() -> None:
