@@ -6,8 +6,9 @@
 FP16 holds every E4M3 value exactly, and FP8 operands would have to be K-major, which V^T is not. All reordering (fp8_tile.py) lies in the
 order in which Q is stored, keys are read and O is written: none costs an instruction a tile.
 
-One warp loads Q and K through one ring of stages; two consumer warpgroups take whole tiles in turn, with all 512 value columns each, so
-that one's softmax hides behind the other's products. At the end of a piece they add up their outputs in the last tile's stage.
+One warp loads Q and K through one ring of stages; the consumer warpgroups, two or three, take whole tiles in turn, with all 512 value columns
+each, so that one's chain of loads, conversions, products and softmax hides behind the others'. At the end of a piece they add up their
+outputs in the last tile's stage (fp8_output.py).
 
 Numbers. Every row of Q is scaled by a power of two that brings its largest value to 2^14 or just above: nothing overflows FP16, and what
 becomes inexact is below 2^-30 of the row's largest. P is computed against the maximum less P_SHIFT, for the same reason: 2^-39 of the
@@ -24,45 +25,33 @@ from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from . import fp8_convert, fp8_products, fp8_tile, softmax
-from .forward_sm90 import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    PRODUCER_REGISTERS,
-    SHARED_MEMORY_LIMIT,
-    THREADS,
-    ForwardSm90,
-    mn_major,
-    transposed,
-)
+from .forward_sm90 import SHARED_MEMORY_LIMIT, mn_major, transposed
+from .fp8_output import P_SHIFT, SIDES, OutputSm90Fp8
 from .fp8_tile import ARRIVALS, BOX_BYTES, GROUPS, LINE, LINES, RECORD_BYTES, RECORDS, TILE_BYTES, VALUE_GROUPS
-from .named_barrier import NamedBarrierSm90
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
 from .request_walk import k_major
-from .schedule import NO_SLOT
 from .special_register import pinned, pinned_lane_index
 
 STAGES = 5  # 36 KiB each: tiles of keys, and the BF16 queries of a request on their way to FP16
 QUERY_COLUMNS = 256  # of a TMA box of Q: as many as a box may have
 QUERY_BOXES = HEAD_DIM_V // QUERY_COLUMNS
 ROPE = HEAD_DIM_QK - HEAD_DIM_V
-CONSUMER_WARPS = 4 * CONSUMERS
-QUAD_BYTES = 128 * 16  # four accumulator registers of every thread of a warpgroup
-ROW_BYTES = 32 * 16  # of the output that a warp stores at once
-P_SHIFT = 15.0  # P is at most 2^15: half of FP16's largest value
+# Registers of a thread, in the loading warpgroup and in the others, by the number of consumer warpgroups: no more than 65,536 in all, of which
+# 384 or 512 threads start with 168 or 128 each.
+REGISTERS = {2: (40, 232), 3: (56, 152)}
 Q_EXPONENT = 14  # a row's largest value of Q is brought into [2^14, 2^15)
 LOWEST = -3.0e38  # the maximum of a row that has seen no key: finite, so that no difference of maxima is NaN
 
 
-class ForwardSm90Fp8(ForwardSm90):
+class ForwardSm90Fp8(OutputSm90Fp8):
     """The forward kernel of one problem with `kv_dtype` E4M3. Construction takes compile-time facts only."""
 
     def __init__(self, problem: DecodeProblem):
-        super().__init__(problem)
-        self.row_blocks = self.tile_rows // 8
+        # A tile is a chain of some 4,600 cycles, and DRAM brings one every 1,820: two warpgroups cannot keep up. Registers for a third one hold
+        # the output of 16 rows.
+        super().__init__(problem, consumers=3 if problem.tile_rows <= 16 else 2)
         # Column groups that are loaded ahead of their conversion, and products in flight behind it: as many as the registers hold.
-        self.groups_ahead = 2 if self.tile_rows <= 16 else 1
-        # What one warpgroup gives the other at the end of a piece, in value groups at once: both directions share one stage.
-        self.exchanged_groups = VALUE_GROUPS // 2 if self.tile_rows <= 16 else VALUE_GROUPS // 4
+        self.groups_ahead = 1
 
     @cute.jit
     def __call__(
@@ -111,12 +100,12 @@ class ForwardSm90Fp8(ForwardSm90):
             scale_log2,
             k_major(Float8E4M3FN, RECORDS, RECORD_BYTES, STAGES),
             k_major(Float16, self.tile_rows, HEAD_DIM_QK),
-            mn_major(Float16, self.tile_rows, CONSUMERS),
+            mn_major(Float16, self.tile_rows, self.consumers),
             mma(OperandMajorMode.K),
             mma(OperandMajorMode.MN),
         ).launch(
             grid=(self.row_tiles, num_ranges, 1),
-            block=(THREADS, 1, 1),
+            block=(128 * (self.consumers + 1), 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -147,8 +136,8 @@ class ForwardSm90Fp8(ForwardSm90):
         class Storage:
             full: cute.struct.MemRange[Int64, STAGES * len(ARRIVALS)]
             empty: cute.struct.MemRange[Int64, STAGES]
-            warp_values: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMER_WARPS * self.tile_rows], 16]
-            group_max: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMERS * self.tile_rows], 16]
+            warp_values: cute.struct.Align[cute.struct.MemRange[Float32, self.consumer_warps * self.tile_rows], 16]
+            group_max: cute.struct.Align[cute.struct.MemRange[Float32, self.consumers * self.tile_rows], 16]
             row_scale: cute.struct.Align[cute.struct.MemRange[Float32, self.tile_rows], 16]
             row_limit: cute.struct.Align[cute.struct.MemRange[Int32, self.tile_rows], 16]
             K: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(lK)], 1024]
@@ -166,7 +155,7 @@ class ForwardSm90Fp8(ForwardSm90):
                 for i in cutlass.range_constexpr(STAGES * len(ARRIVALS)):
                     cute.arch.mbarrier_init(storage.full.data_ptr() + i, 1)
                 for i in cutlass.range_constexpr(STAGES):
-                    cute.arch.mbarrier_init(storage.empty.data_ptr() + i, CONSUMER_WARPS)
+                    cute.arch.mbarrier_init(storage.empty.data_ptr() + i, self.consumer_warps)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -178,12 +167,12 @@ class ForwardSm90Fp8(ForwardSm90):
         # Step 3: this CTA's range of the line.
         words = self.range_words(mSchedule, range_index)
         if warp_index < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(REGISTERS[self.consumers][0])
             if warp_index == 0:
                 sK = storage.K.get_tensor(lK.outer, swizzle=lK.inner)
                 self.produce(storage, tma, gInputs, mTable, lens[0], early, sK, row_tile)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(REGISTERS[self.consumers][1])
             self.consume_tiles(storage, lQ, lP, mma_s, mma_o, lens, words, outputs, mKScale[0], scale_log2, row_tile)
 
     def query_box(self, columns: int) -> Any:
@@ -327,7 +316,7 @@ class ForwardSm90Fp8(ForwardSm90):
         scale_log2: Float32,
         row_tile: Int32,
     ) -> None:
-        """One consumer warpgroup: every other tile of every piece, and half of the value columns at its end."""
+        """One consumer warpgroup: every second or third tile of every piece, and its part of the piece's end."""
         thread = cute.arch.thread_idx()[0] % 128
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(thread // 32)
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
@@ -365,13 +354,15 @@ class ForwardSm90Fp8(ForwardSm90):
                 if cutlass.const_expr(self.problem.batch_invariant):
                     self.sync_consumers()  # the sums of the piece before are read
                 # Which warpgroup takes a tile depends on the piece alone: the same bits wherever the piece is computed.
-                for tile in cutlass.range(piece_begin + group, piece_end, CONSUMERS, unroll=1):
+                for tile in cutlass.range(piece_begin + group, piece_end, self.consumers, unroll=1):
                     stage, phase = self.stage_of(position + tile - begin)
                     address = storage.K.data_ptr().toint() + stage * TILE_BYTES
                     acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((TILE_KEYS, self.tile_rows)), Float32)
                     rS = softmax.accumulator_view(acc_s, self.row_blocks)
                     full = storage.full.data_ptr() + stage * len(ARRIVALS)
-                    # The stage's use before this one was the other warpgroup's. Were it still to arrive, its parity would pass for this one's.
+                    # The stage's use before this one was another warpgroup's. Were it still to arrive, its parity would pass for this one's.
+                    # (The use before that, ten positions ago, is over: nobody is more than three positions past a tile that has arrived, and that
+                    # one was loaded, in order, after the tile five positions before it had been given back.)
                     cute.arch.mbarrier_wait(storage.empty.data_ptr() + stage, phase ^ 1)
                     fp8_products.multiply_keys(mma_s, acc_s, tSrQ, [address + o for o in score_offsets], full, phase, self.groups_ahead)
                     keys = seq_len - self.tiling.first_key(tile)
@@ -395,24 +386,13 @@ class ForwardSm90Fp8(ForwardSm90):
                     # The last stage of a piece is kept: the output passes through it.
                     if tile + 1 < piece_end:
                         with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage, arrive_count=CONSUMERS)
+                            cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage, arrive_count=self.consumers)
                 last_stage, _ = self.stage_of(cutlass.max(position + piece_end - 1 - begin, 0))
                 self.finish_piece(
                     storage, rO, row_max, row_sum, factor, outputs, k_scale, request, slot, piece_end - piece_begin, last_stage,
                     row_tile, group, warp_index,
                 )  # fmt: skip
             position += end - begin
-
-    def group_values(self, storage: Any, group: Any) -> cute.Tensor:
-        """One value of each warp of a warpgroup and each row: maxima of a tile, sums of a piece."""
-        rows = self.tile_rows
-        return cute.make_tensor(storage.warp_values.data_ptr() + group * (4 * rows), cute.make_layout((4, rows), stride=(rows, 1)))
-
-    def sync_group(self, group: Int32) -> None:
-        cute.arch.barrier(barrier_id=NamedBarrierSm90.WARPGROUP_0 + group, number_of_threads=128)
-
-    def sync_consumers(self) -> None:
-        cute.arch.barrier(barrier_id=NamedBarrierSm90.CONSUMERS, number_of_threads=128 * CONSUMERS)
 
     @cute.jit
     def convert_queries(
@@ -432,13 +412,35 @@ class ForwardSm90Fp8(ForwardSm90):
         lane, warp_index = pinned_lane_index(), cute.arch.make_warp_uniform(pinned(warp_index))
         stage, phase = self.stage_of(position)
         cute.arch.mbarrier_wait(storage.full.data_ptr() + stage * len(ARRIVALS), phase)
+        if self.owns_side(group):
+            self.convert_rows(storage, lens, request, seq_len, stage, scale_log2, row_tile, group, warp_index, lane)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.sync_consumers()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage)
+
+    @cute.jit
+    def convert_rows(
+        self,
+        storage: cutlass.Constexpr,
+        lens: tuple[cute.Tensor, cute.Tensor | None],
+        request: Int32,
+        seq_len: Int32,
+        stage: Int32,
+        scale_log2: Float32,
+        row_tile: Int32,
+        group: Int32,
+        warp_index: Int32,
+        lane: Int32,
+    ) -> None:
+        """The rows of one warp of the first two warpgroups: tile_rows are a multiple of their eight, and twelve warps would have as many turns."""
         source = storage.K.data_ptr().toint() + stage * TILE_BYTES + lane * 4
         box_bytes = self.problem.tile_heads * self.problem.tile_tokens * QUERY_COLUMNS * 2
         target = storage.Q.data_ptr().toint()
         row_scale = storage.row_scale.get_tensor(cute.make_layout((self.tile_rows,)))
         row_limit = storage.row_limit.get_tensor(cute.make_layout((self.tile_rows,)))
         for i in cutlass.range_constexpr(self.row_blocks):
-            row = i * CONSUMER_WARPS + group * 4 + warp_index
+            row = i * (4 * SIDES) + group * 4 + warp_index
             token, _, exists = self.locate(row, row_tile)
             words = cute.make_rmem_tensor((GROUPS,), Uint32)
             top = Uint32(0)
@@ -460,10 +462,6 @@ class ForwardSm90Fp8(ForwardSm90):
                 if cutlass.const_expr(self.rows_differ):
                     total = lens[1][request] if cutlass.const_expr(self.problem.needs_total_lens) else seq_len
                     row_limit[row] = self.range.visible_keys(token, seq_len, total)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync_consumers()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage)
 
     @property
     def rows_differ(self) -> bool:
@@ -495,15 +493,6 @@ class ForwardSm90Fp8(ForwardSm90):
             rS[i] = rS[i] + P_SHIFT
 
     @cute.jit
-    def scale_output(self, rO: cute.Tensor, factor: cute.Tensor) -> None:
-        """Scales the output so far, row by row."""
-        for m_tile in cutlass.range_constexpr(VALUE_GROUPS):
-            for block in cutlass.range_constexpr(self.row_blocks):
-                for half in cutlass.range_constexpr(2):
-                    for parity in cutlass.range_constexpr(2):
-                        rO[parity, half, block, m_tile] = rO[parity, half, block, m_tile] * factor[parity, block]
-
-    @cute.jit
     def clear_past(self, address: Int32, keys: Int32, thread: Int32) -> None:
         """Zeros the values of a tile's keys from `keys` on: a probability of 0 times a NaN of a reused page is NaN.
 
@@ -511,183 +500,3 @@ class ForwardSm90Fp8(ForwardSm90):
         """
         for key in cutlass.range(keys + thread // 32, TILE_KEYS, 4, unroll=1):
             fp8_convert.clear_unit(address + fp8_tile.offset(key, thread % 32 * 16))
-
-    @cute.jit
-    def finish_piece(
-        self,
-        storage: cutlass.Constexpr,
-        rO: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        factor: cute.Tensor,
-        outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
-        k_scale: Float32,
-        request: Int32,
-        slot: Int32,
-        tiles: Int32,
-        last_stage: Int32,
-        row_tile: Int32,
-        group: Int32,
-        warp_index: Int32,
-    ) -> None:
-        """Adds up the two warpgroups' parts of a piece, normalised, and writes them: to `out` where the request is whole, else to a slot.
-
-        A piece of one tile is the first warpgroup's alone, and one without tiles is all zeros, with LSE -inf.
-        """
-        lane, warp_index = pinned_lane_index(), cute.arch.make_warp_uniform(pinned(warp_index))
-        mOut, mLse, mOutPartial, mLsePartial = outputs
-        if tiles > 0:
-            self.weigh(storage, row_max, row_sum, factor, k_scale, group, warp_index, lane)
-            self.scale_output(rO, factor)
-            if tiles > 1:
-                self.exchange(storage, rO, last_stage, group, warp_index, lane)
-            for side in cutlass.range_constexpr(CONSUMERS):
-                owner = Int32(side)
-                if tiles == 1:
-                    owner = Int32(0)
-                if group == owner:
-                    if slot == NO_SLOT:
-                        self.store_side(storage, rO, mOut[request, None, None, None], side, last_stage, row_tile, group, warp_index, lane)
-                    else:
-                        self.store_side(storage, rO, mOutPartial[slot, None, None, None], side, last_stage, row_tile, group, warp_index, lane)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(storage.empty.data_ptr() + last_stage)
-        elif slot == NO_SLOT:
-            self.store_zeros(mOut[request, None, None, None], row_tile, group * 4 + warp_index, lane)
-        if warp_index + 4 * group == 0:
-            if lane < 4:
-                self.store_lse(row_max, row_sum, mLse, mLsePartial, request, slot, row_tile, group, lane)
-
-    @cute.jit
-    def weigh(
-        self,
-        storage: cutlass.Constexpr,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        factor: cute.Tensor,
-        k_scale: Float32,
-        group: Int32,
-        warp_index: Int32,
-        lane: Int32,
-    ) -> None:
-        """Maxima and sums over both warpgroups, and what this one's output has to be multiplied with."""
-        softmax.publish_sum(row_sum, self.group_values(storage, group), warp_index, lane)
-        group_max = storage.group_max.get_tensor(cute.make_layout((self.tile_rows, CONSUMERS)))
-        if warp_index == 0:
-            if lane < 4:
-                for block in cutlass.range_constexpr(self.row_blocks):
-                    for parity in cutlass.range_constexpr(2):
-                        group_max[block * 8 + lane * 2 + parity, group] = row_max[parity, block]
-        self.sync_consumers()
-        for block in cutlass.range_constexpr(self.row_blocks):
-            for parity in cutlass.range_constexpr(2):
-                row = block * 8 + (lane % 4) * 2 + parity
-                top = cute.arch.fmax(group_max[row, 0], group_max[row, 1])
-                total = Float32(0.0)
-                for other in cutlass.range_constexpr(CONSUMERS):  # in this order in both warpgroups: they divide by the same sum
-                    sums = self.group_values(storage, other)
-                    part = sums[0, row] + sums[1, row] + sums[2, row] + sums[3, row]
-                    total += part * cute.math.exp2(group_max[row, other] - top, fastmath=True)
-                inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
-                factor[parity, block] = cute.math.exp2(row_max[parity, block] - top, fastmath=True) * inverse * k_scale
-                row_sum[parity, block] = total * 2.0**-P_SHIFT
-                row_max[parity, block] = top
-
-    def side_pointer(self, storage: Any, stage: Any, side: int, dtype: Any) -> Any:
-        """The part of a stage through which one warpgroup's 256 columns pass: TILE_BYTES / 2 at most."""
-        part = self.row_blocks * self.exchanged_groups * QUAD_BYTES
-        assert CONSUMERS * part <= TILE_BYTES and part >= self.tile_rows * ROW_BYTES
-        return cute.recast_ptr(storage.K.data_ptr() + (stage * TILE_BYTES + side * part), dtype=dtype).align(16)
-
-    @cute.jit
-    def exchange(
-        self, storage: cutlass.Constexpr, rO: cute.Tensor, stage: Int32, group: Int32, warp_index: Int32, lane: Int32
-    ) -> None:
-        """Adds the other warpgroup's part of this one's 256 value columns. Both are done with the stage: the barrier of the sums lies behind."""
-        quads = self.row_blocks * self.exchanged_groups
-        layout = cute.make_layout((4, 128, quads), stride=(1, 4, 512))
-        thread = warp_index * 32 + lane
-        quad = cute.make_rmem_tensor((4,), Float32)
-        for step in cutlass.range_constexpr(VALUE_GROUPS // CONSUMERS // self.exchanged_groups):
-            if cutlass.const_expr(step > 0):
-                self.sync_consumers()
-            for side in cutlass.range_constexpr(CONSUMERS):
-                first = (side * (VALUE_GROUPS // CONSUMERS) + step * self.exchanged_groups) * self.row_blocks
-                if group != side:
-                    sX = cute.make_tensor(self.side_pointer(storage, stage, side, Float32), layout)
-                    for i in cutlass.range_constexpr(quads):
-                        for j in cutlass.range_constexpr(4):
-                            quad[j] = rO[4 * (first + i) + j]
-                        cute.autovec_copy(quad, sX[None, thread, i])
-            cute.arch.fence_proxy("async.shared", space="cta")  # TMA writes here next
-            self.sync_consumers()
-            for side in cutlass.range_constexpr(CONSUMERS):
-                first = (side * (VALUE_GROUPS // CONSUMERS) + step * self.exchanged_groups) * self.row_blocks
-                if group == side:
-                    sX = cute.make_tensor(self.side_pointer(storage, stage, side, Float32), layout)
-                    for i in cutlass.range_constexpr(quads):
-                        cute.autovec_copy(sX[None, thread, i], quad)
-                        for j in cutlass.range_constexpr(4):
-                            rO[4 * (first + i) + j] = rO[4 * (first + i) + j] + quad[j]
-        self.sync_group(group)  # the output takes the place of what has been read
-
-    @cute.jit
-    def store_side(
-        self,
-        storage: cutlass.Constexpr,
-        rO: cute.Tensor,
-        gO: cute.Tensor,
-        side: cutlass.Constexpr,
-        stage: Int32,
-        row_tile: Int32,
-        group: Int32,
-        warp_index: Int32,
-        lane: Int32,
-    ) -> None:
-        """256 value columns of O^T registers to gO [tokens, heads, 512], through shared memory: a warp then writes ROW_BYTES of a row at once.
-
-        The two halves of a warp's lines are neighbouring columns. Units of 16 bytes are permuted by row: no bank conflicts on either side.
-        """
-        dtype, groups = gO.element_type, VALUE_GROUPS // CONSUMERS
-        unit = 128 // dtype.width
-        pass_columns = 32 * unit
-        pass_groups = pass_columns // 64
-        sO = self.side_pointer(storage, stage, side, dtype)
-        store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=2 * dtype.width)
-        places = cute.make_layout((2, self.row_blocks, pass_groups), stride=(1, 8 * pass_columns, 64))
-        pairs = cute.make_rmem_tensor(places.shape, dtype)
-        column = warp_index * 16 + lane // 4 * 2
-        for step in cutlass.range_constexpr(groups // pass_groups):
-            if cutlass.const_expr(step > 0):
-                self.sync_group(group)
-            for parity in cutlass.range_constexpr(2):
-                row = (lane % 4) * 2 + parity
-                for block in cutlass.range_constexpr(self.row_blocks):
-                    for i in cutlass.range_constexpr(pass_groups):
-                        for half in cutlass.range_constexpr(2):
-                            pairs[half, block, i] = rO[parity, half, block, side * groups + step * pass_groups + i].to(dtype)
-                place = row * pass_columns + ((column // unit) ^ row) * unit + column % unit
-                cute.copy(store, pairs, cute.make_tensor((sO + place).align(2 * dtype.width // 8), places))
-            cute.arch.fence_proxy("async.shared", space="cta")  # TMA writes here next
-            self.sync_group(group)
-            for i in cutlass.range_constexpr(self.tile_rows // 4):
-                row = i * 4 + warp_index
-                token, head, exists = self.locate(row, row_tile)
-                if exists:
-                    source = (sO + (row * pass_columns + (lane ^ (row % 8)) * unit)).align(16)
-                    target = (gO[token, head, None].iterator + (side * (HEAD_DIM_V // CONSUMERS) + step * pass_columns + lane * unit)).align(16)
-                    values = cute.make_rmem_tensor((unit,), dtype)
-                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout((unit,))), values)
-                    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout((unit,))))
-
-    @cute.jit
-    def store_zeros(self, gO: cute.Tensor, row_tile: Int32, warp_index: Int32, lane: Int32) -> None:
-        """A request without keys: zeros to all its rows."""
-        zeros = cute.make_rmem_tensor((8,), gO.element_type)
-        zeros.fill(0.0)
-        for i in cutlass.range_constexpr(self.row_blocks):
-            token, head, exists = self.locate(i * CONSUMER_WARPS + warp_index, row_tile)
-            if exists:
-                for part in cutlass.range_constexpr(HEAD_DIM_V // 256):
-                    target = (gO[token, head, None].iterator + (part * 256 + lane * 8)).align(16)
-                    cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout((8,))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import cutlass.cute as cute
@@ -11,7 +12,8 @@ import torch
 from dense_mla.arch import build_forward
 from dense_mla.compiled import compile_kernels
 from dense_mla.forward_sm90 import SHARED_MEMORY_LIMIT, ForwardSm90, fake_arguments
-from dense_mla.forward_sm90_fp8 import ForwardSm90Fp8
+from dense_mla.forward_sm90_fp8 import REGISTERS, ForwardSm90Fp8
+from dense_mla.named_barrier import NamedBarrierSm90
 from dense_mla.problem import ContextShard, DecodeProblem
 from test_compile import CAPABILITY, MachineCode, assert_no_spills, disassemble
 
@@ -19,6 +21,8 @@ E4M3 = torch.float8_e4m3fn
 FORWARDS = [
     DecodeProblem(1, 64, kv_dtype=E4M3),
     DecodeProblem(16, 64, torch.float32, E4M3, return_lse=True),
+    DecodeProblem(12, 16, kv_dtype=E4M3, batch_invariant=True),
+    DecodeProblem(4, 48, torch.float32, E4M3, query_len=4, return_lse=True, context=ContextShard(world=2, rank=1, interleave=16)),
     DecodeProblem(12, 944, kv_dtype=E4M3, query_len=2),
     DecodeProblem(8, 944, kv_dtype=E4M3, query_len=16, return_lse=True),
     DecodeProblem(64, 16, torch.float32, E4M3, batch_invariant=True),
@@ -51,6 +55,21 @@ def test_machine_code(problem: DecodeProblem, tmp_path: Path, capfd: pytest.Capt
     assert code.sass.count("WARPGROUP.ARRIVE") == code.sass.count("WARPGROUP.DEPBAR") == 9 + 8
     assert code.count("UTMALDG") == (9 if problem.page_size >= 48 else 1) + 3 and code.count("USETMAXREG") == 2
     assert code.count("ACQBULK") == 1 and code.sass.count("PREEXIT") == 1
+
+
+@pytest.mark.parametrize("problem", [FORWARDS[0], FORWARDS[1], FORWARDS[4], FORWARDS[6]], ids=lambda p: f"{p.tile_rows}-rows")
+def test_warpgroups(problem: DecodeProblem, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Up to 16 rows three warpgroups take tiles in turn, above that two: more registers than the SM has would hang the launch."""
+    forward, code, _ = compiled(problem, tmp_path, capfd)
+    assert isinstance(forward, ForwardSm90Fp8)
+    consumers = 3 if problem.tile_rows <= 16 else 2
+    producer, consumer = REGISTERS[consumers]
+    assert forward.consumers == consumers and 128 * (producer + consumers * consumer) <= 65_536
+    assert sorted(int(word, 16) for word in re.findall(r"USETMAXREG\..*?(0x[0-9a-f]+)", code.sass)) == [producer, consumer]
+    assert max(map(int, re.findall(r"\bR(\d+)\b", code.sass))) < consumer
+    # The sums of a piece wait for all warpgroups, its sides for their two owners. (Barriers of one warpgroup have their id in a register.)
+    barriers = {(int(index, 16), int(threads, 16)) for index, threads in re.findall(r"BAR\.SYNC\S* (0x[0-9a-f]+), (0x[0-9a-f]+)", code.sass)}
+    assert barriers == {(NamedBarrierSm90.CONSUMERS, 128 * consumers), (NamedBarrierSm90.SIDES, 256)}
 
 
 def test_every_kernel_of_a_problem(tmp_path: Path) -> None:
