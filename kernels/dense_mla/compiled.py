@@ -72,15 +72,15 @@ def merge_problem(problem: DecodeProblem) -> DecodeProblem:
 
 def kernel_sources(problem: DecodeProblem, capability: tuple[int, int], kernel: str | None = None) -> tuple[KernelSource, KernelSource, KernelSource]:
     """Schedule, forward and merge of a problem. Imports CuTe and compiles nothing; errors as of `compile_kernels`."""
-    dependent = architecture(capability).dependent_launch
+    facts = architecture(capability)
     forward = build_forward(capability, problem, kernel)
     from . import forward_sm90, merge, schedule_kernel
 
     planned, merged = schedule_problem(problem), merge_problem(problem)
     return (
-        KernelSource(planned, schedule_kernel.ScheduleKernel(planned, dependent), schedule_kernel.fake_arguments),
+        KernelSource(planned, schedule_kernel.ScheduleKernel(planned, facts.dependent_launch), schedule_kernel.fake_arguments),
         KernelSource(problem, forward, partial(forward_sm90.fake_arguments, problem)),
-        KernelSource(merged, merge.Merge(merged, dependent), partial(merge.fake_arguments, merged)),
+        KernelSource(merged, merge.Merge(merged, facts.dependent_launch, facts.shared_memory_limit), partial(merge.fake_arguments, merged)),
     )
 
 

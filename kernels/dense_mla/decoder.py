@@ -11,7 +11,6 @@ from .problem import HEAD_DIM_QK, HEAD_DIM_V, DecodeProblem
 from .schedule import MAX_REQUESTS, schedule_words
 from .workspace import ALIGNMENT, WorkspaceSize, workspace_size, workspace_views
 
-MERGE_CTAS_PER_SM = 2  # of 512 threads; a second wave would start after the first
 TMA_ALIGNMENT = 16  # bytes: of base addresses and of every stride but the last
 
 
@@ -30,7 +29,6 @@ class DenseMLADecoder:
         # Never more than the workspace is sized for: the portable kernel's CTAs may need fewer row tiles than the problem has.
         self.num_ranges = min(max(self.sm_count // kernels.row_tiles, 1), problem.num_ranges(self.sm_count))
         self._schedule_words = schedule_words(self.num_ranges, max_requests, problem.batch_invariant)
-        self._merge_ctas = MERGE_CTAS_PER_SM * self.sm_count
         sizes = (workspace_size(problem, requests, self.sm_count) for requests in range(max_requests + 1))
         self._sizes = tuple((size.slots, size.total_bytes) for size in sizes)  # by requests: looked up in every layer of every step
         self._kernels = kernels
@@ -146,7 +144,7 @@ class DenseMLADecoder:
             kv_cache, q_nope, q_rope, block_table, seq_lens, total_lens, schedule, out, lse, out_partial, lse_partial,
             *(() if k_scale is None else (k_scale,)), scale * LOG2_E, self.num_ranges,
         )  # fmt: skip
-        self._kernels.merge(out_partial, lse_partial, schedule, out, lse, self.num_ranges, self._merge_ctas)
+        self._kernels.merge(out_partial, lse_partial, schedule, out, lse, self.num_ranges, self.sm_count)
 
     def _load(self) -> None:
         """Launches everything once on an empty request, so that no module is loaded during capture or serving."""

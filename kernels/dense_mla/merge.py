@@ -7,6 +7,9 @@ A thread owns four columns of one row. The longer a request's list of pieces, th
 are all in flight at once and one long request fills the GPU, also among many short ones: up to four strands in a warp, whose sums meet by
 shuffles, and up to eight warps, whose sums meet in shared memory; fewer where the GPU would not hold all strands at once. Requests that one
 CTA covered are not touched.
+
+One CTA an SM, launched with as much shared memory as the forward's: an SM that divides its memory into L1 and shared memory in another way for
+the next kernel has to drain first.
 """
 
 import math
@@ -36,10 +39,14 @@ LN2 = math.log(2.0)
 
 
 class Merge:
-    """The merge kernel of one problem: the partial dtype is a compile-time fact, the batch and the number of pieces are not."""
+    """The merge kernel of one problem: the partial dtype is a compile-time fact, the batch and the number of pieces are not.
 
-    def __init__(self, problem: DecodeProblem, dependent_launch: bool = True):
+    `shared_memory_bytes`: what a CTA is launched with.
+    """
+
+    def __init__(self, problem: DecodeProblem, dependent_launch: bool, shared_memory_bytes: int):
         self.dependent_launch = dependent_launch
+        self.shared_memory_bytes = shared_memory_bytes
         self.rows = problem.rows
         self.heads = problem.num_heads
         self.out_dtype = cutlass_dtype(problem.query_dtype)
@@ -65,7 +72,11 @@ class Merge:
         gOutPartial = cute.make_tensor(mOutPartial.iterator, cute.make_layout((slots, self.rows, row), stride=(self.rows * row, row, 1)))
         gLsePartial = cute.make_tensor(mLsePartial.iterator, cute.make_layout((slots, self.rows), stride=(self.rows, 1)))
         self.kernel(gOutPartial, gLsePartial, mSchedule, mOut, mLse, num_ranges, num_ctas).launch(
-            grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.dependent_launch
+            grid=(num_ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            smem=self.shared_memory_bytes,
+            stream=stream,
+            use_pdl=self.dependent_launch,
         )
 
     @cute.kernel
@@ -88,6 +99,7 @@ class Merge:
             weights: cute.struct.MemRange[Float32, THREADS]
             maxima: cute.struct.MemRange[Float32, THREADS]
             warp_sums: cute.struct.MemRange[Int32, WARPS]
+            count: cute.struct.MemRange[Int32, 1]
             ends: cute.struct.MemRange[Int32, self.max_splits]
             splits: cute.struct.Align[cute.struct.MemRange[Int32, self.max_splits * SPLIT_WORDS], 16]
 
@@ -99,23 +111,24 @@ class Merge:
         sEnds = storage.ends.get_tensor(cute.make_layout((self.max_splits,)))
         sSplits = storage.splits.get_tensor(cute.make_layout((SPLIT_WORDS, self.max_splits)))
 
-        # Step 1: share out the work, in blocks of one request each. The schedule was complete before the forward started: it may be read
-        # before the wait.
+        # Step 1: share out the work, in blocks of one request each. The schedule was complete before the forward started: no need to wait.
         most = Int32(STRANDS_LOG2)
         plan = (sSplits, sEnds, sWarpSums)
-        count, blocks = self.lay_out(mSchedule, num_ranges, plan, thread, most)
+        count = self.load_splits(mSchedule, num_ranges, storage.count.get_tensor(cute.make_layout((1,))), sSplits, thread)
+        blocks = self.lay_out(plan, count, thread, most)
         if cutlass.const_expr(not self.batch_invariant):  # there, the order of a row's sum must not depend on the batch
             while (blocks > num_ctas) & (most > 0):
                 most -= 1
-                count, blocks = self.lay_out(mSchedule, num_ranges, plan, thread, most)
+                blocks = self.lay_out(plan, count, thread, most)
         block = cta
         split, first_block = self.split_of(sEnds, count, block)
 
         # Step 2: the forward's partials. One CTA waits also where nothing is split: our end must not come before the forward's.
         if cutlass.const_expr(self.dependent_launch):
+            # Whoever comes next may queue up right away: it waits for our end by itself, and all of our CTAs have their places.
+            cute.arch.griddepcontrol_launch_dependents()
             if cta < cutlass.max(blocks, 1):
                 cute.arch.griddepcontrol_wait()
-                cute.arch.griddepcontrol_launch_dependents()
         while block < blocks:
             request, first, pieces = sSplits[0, split], sSplits[1, split], sSplits[2, split]
             strands_log2 = self.strands_log2(pieces, most)
@@ -143,43 +156,44 @@ class Merge:
             split, first_block = self.split_of(sEnds, count, block)
 
     @cute.jit
-    def lay_out(
-        self, mSchedule: cute.Tensor, num_ranges: Int32, plan: tuple[cute.Tensor, cute.Tensor, cute.Tensor], thread: Int32, most: Int32
-    ) -> tuple[Int32, Int32]:
-        """The split requests and the block at which each ends, into shared memory. Their number, and all blocks.
+    def load_splits(self, mSchedule: cute.Tensor, num_ranges: Int32, sCount: cute.Tensor, sSplits: cute.Tensor, thread: Int32) -> Int32:
+        """The split requests into shared memory, each by the thread that lays it out. Their number.
 
-        `plan`: that memory, and the scan's. `most`: log2 of the strands that a row may have.
+        They are read before the wait, so from the L2: an L1 may hold lines of an older schedule. And only by whom it takes: a few lines that every
+        thread of the GPU asks for are the slowest of all loads.
         """
-        count = mSchedule[0]
-        blocks = self.lay_out_some(mSchedule, num_ranges, plan, thread, most, Int32(0), count, Int32(0))
+        if thread == 0:
+            sCount[0] = cute.arch.load(mSchedule.iterator, Int32, cop="cg")
+        cute.arch.sync_threads()
+        count = sCount[0]
+        words = mSchedule.iterator + HEADER_WORDS + num_ranges * RANGE_WORDS
+        for index in cutlass.range(thread, count, THREADS, unroll=1):
+            for i in cutlass.range_constexpr(3):
+                sSplits[i, index] = cute.arch.load(words + index * SPLIT_WORDS + i, Int32, cop="cg")
+        return count
+
+    @cute.jit
+    def lay_out(self, plan: tuple[cute.Tensor, cute.Tensor, cute.Tensor], count: Int32, thread: Int32, most: Int32) -> Int32:
+        """The block at which each split request ends, into shared memory. The number of all blocks.
+
+        `plan`: split requests, where their ends go, and the scan's memory. `most`: log2 of the strands that a row may have.
+        """
+        blocks = self.lay_out_some(plan, count, thread, most, Int32(0), Int32(0))
         if cutlass.const_expr(self.max_splits > THREADS):
             for base in cutlass.range(THREADS, count, THREADS, unroll=1):
-                blocks = self.lay_out_some(mSchedule, num_ranges, plan, thread, most, base, count, blocks)
+                blocks = self.lay_out_some(plan, count, thread, most, base, blocks)
         cute.arch.sync_threads()
-        return count, blocks
+        return blocks
 
     @cute.jit
     def lay_out_some(
-        self,
-        mSchedule: cute.Tensor,
-        num_ranges: Int32,
-        plan: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
-        thread: Int32,
-        most: Int32,
-        base: Int32,
-        count: Int32,
-        blocks: Int32,
+        self, plan: tuple[cute.Tensor, cute.Tensor, cute.Tensor], count: Int32, thread: Int32, most: Int32, base: Int32, blocks: Int32
     ) -> Int32:
         """The split requests from `base` on, one a thread, behind `blocks` blocks; all blocks with these."""
         sSplits, sEnds, sWarpSums = plan
-        words = mSchedule.iterator + HEADER_WORDS + num_ranges * RANGE_WORDS
         index, needed = base + thread, Int32(0)
         if index < count:
-            # Only what there is: a few lines that every thread of the GPU asks for are the slowest of all loads.
-            split = cute.make_rmem_tensor((SPLIT_WORDS,), Int32)
-            cute.autovec_copy(cute.make_tensor((words + index * SPLIT_WORDS).align(16), cute.make_layout((SPLIT_WORDS,))), split)
-            cute.autovec_copy(split, sSplits[None, index])
-            needed = ((Int32(self.rows * ROW_VECTORS) << self.strands_log2(split[2], most)) + THREADS - 1) // THREADS
+            needed = ((Int32(self.rows * ROW_VECTORS) << self.strands_log2(sSplits[2, index], most)) + THREADS - 1) // THREADS
         before, added = block_scan(needed, sWarpSums, thread, WARPS)
         if index < count:
             sEnds[index] = blocks + before + needed
