@@ -10,9 +10,10 @@ Warpgroup 0 owns the value columns 0 to 255 of O and the even tiles, warpgroup 1
 CTA's tiles, so that a tile's owner is its stage). The owner of a tile multiplies its scores and does its softmax; both multiply its P with
 their half of the values: the owner from registers, the other from shared memory, in the middle of the scores of its own next tile. So one
 warpgroup's softmax hides behind the other's products. The running maximum goes from tile to tile through shared memory; each warpgroup
-sums the probabilities of its own tiles.
+sums the probabilities of its own tiles. P V runs in two halves of columns: the first is through with its keys while the second still multiplies.
 
-Where the row tiles pair up, two CTAs of a cluster read the same keys: each loads half of every tile and multicasts it to both.
+Row tiles of one range run side by side and each loads the keys for itself, mostly from the L2. As a cluster that multicasts them, each would
+wait for the other's stages as well as for its own.
 
 What a CTA works on, where results go and what a row without keys gets: as in forward_sm90.py.
 """
@@ -45,9 +46,8 @@ from .special_register import pinned, pinned_lane_index
 M_ROWS = 64  # rows of the tile in shared memory and registers, however many of them are queries
 HALF = VALUE_COLUMNS // CHUNK  # chunks of K that hold one warpgroup's value columns
 ROPE = CHUNKS - 1  # the chunk that is no value
-# After so many chunks of its scores a warpgroup multiplies the other's P. The rope columns and its own half come first, because the previous
-# tile in the stage gave them back first. Later, the other's stage would be free later; earlier, its softmax is not through.
-CHUNKS_BEFORE_OTHER = 3
+PARTS = 2  # of a P V, by columns: each gives its chunks back as soon as it is through
+PART_COLUMNS = VALUE_COLUMNS // PARTS
 
 
 class ForwardSm90Wide(ForwardSm90):
@@ -58,7 +58,9 @@ class ForwardSm90Wide(ForwardSm90):
         self.tile_rows = M_ROWS
         self.score_rows = 8  # a thread sees two rows, as it does in each block of 8 rows of S^T
         self.q_stages = 1
-        self.cluster = 2 if self.row_tiles % 2 == 0 else 1
+        # After so many chunks of its scores a warpgroup multiplies the other's P. The rope columns and its own half come first, because the
+        # previous tile in the stage gave them back first. Later, the other's stage would be free later; earlier, its softmax is not through.
+        self.chunks_before_other = 4 if self.row_tiles == 1 else 5
 
     @cute.jit
     def __call__(
@@ -78,12 +80,11 @@ class ForwardSm90Wide(ForwardSm90):
         num_ranges: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        # Step 1: tensor maps, as in ForwardSm90; in a cluster, a box of keys goes to both CTAs.
+        # Step 1: tensor maps, as in ForwardSm90.
         box_keys = self.tiling.box_keys
         load = cpasync.CopyBulkTensorTileG2SOp()
-        load_kv = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
         gKV = cute.make_tensor(mKV.iterator, cute.select(mKV.layout, mode=[1, 2, 0]))
-        tma_kv, gKV = cpasync.make_tiled_tma_atom(load_kv, gKV, k_major(self.dtype, box_keys, CHUNK), (box_keys, CHUNK))
+        tma_kv, gKV = cpasync.make_tiled_tma_atom(load, gKV, k_major(self.dtype, box_keys, CHUNK), (box_keys, CHUNK))
         q_tile = (self.problem.tile_heads, self.problem.tile_tokens, CHUNK)
         box = query_box(self.dtype, *q_tile[:2])
         gQN = cute.make_tensor(mQNope.iterator, cute.select(mQNope.layout, mode=[2, 1, 3, 0]))
@@ -109,13 +110,12 @@ class ForwardSm90Wide(ForwardSm90):
             k_major(self.dtype, M_ROWS, HEAD_DIM_QK, self.q_stages),
             k_major(self.dtype, M_ROWS, TILE_KEYS),
             mma(TILE_KEYS, sources.SMEM, OperandMajorMode.K),
-            mma(VALUE_COLUMNS, sources.RMEM, OperandMajorMode.MN),
-            mma(VALUE_COLUMNS, sources.SMEM, OperandMajorMode.MN),
+            mma(PART_COLUMNS, sources.RMEM, OperandMajorMode.MN),
+            mma(PART_COLUMNS, sources.SMEM, OperandMajorMode.MN),
         ).launch(
-            # Row tiles of a range are neighbours: a cluster, or side by side, so that the second reads the keys from L2.
+            # Row tiles of a range are neighbours, so they run side by side and the second reads the keys from L2.
             grid=(self.row_tiles, num_ranges, 1),
             block=(THREADS, 1, 1),
-            cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -167,11 +167,11 @@ class ForwardSm90Wide(ForwardSm90):
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(K_STAGES * CHUNKS):
                     cute.arch.mbarrier_init(k_full + i, 1)
-                    cute.arch.mbarrier_init(k_empty + i, 4 * self.cluster)
+                    cute.arch.mbarrier_init(k_empty + i, 4)
                 cute.arch.mbarrier_init(q_full, 1)
                 cute.arch.mbarrier_init(q_empty, CONSUMERS * 4)
             cute.arch.mbarrier_init_fence()
-        self.sync_cluster()
+        cute.arch.sync_threads()
 
         # Step 2: wait for the kernel before, then let the merge queue up behind this one: it waits for our end by itself.
         early = self.early_words(mSchedule, range_index)
@@ -189,17 +189,6 @@ class ForwardSm90Wide(ForwardSm90):
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(storage, lP, sK, sQ, (mma_s, mma_own, mma_other), lens, words, outputs, scale_log2, row_tile)
-        # A CTA must outlive what its neighbour sends: keys, and the releases of the last tiles.
-        if cutlass.const_expr(self.cluster > 1):
-            self.sync_cluster()
-
-    @cute.jit
-    def sync_cluster(self) -> None:
-        if cutlass.const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
 
     @cute.jit
     def load_keys(
@@ -246,17 +235,8 @@ class ForwardSm90Wide(ForwardSm90):
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(barrier, TILE_KEYS * CHUNK * 2)
                     for i in cutlass.range_constexpr(boxes):
-                        self.load_box(tma, tKgK[None, part, chunk, pages[i]], tKsK[None, i, chunk, stage], barrier, step + stage)
+                        cute.copy(tma, tKgK[None, part, chunk, pages[i]], tKsK[None, i, chunk, stage], tma_bar_ptr=barrier)
                 stage, phase = stage ^ 1, phase ^ stage
-
-    @cute.jit
-    def load_box(self, tma: cute.CopyAtom, gBox: cute.Tensor, sBox: cute.Tensor, barrier: cute.Pointer, turn: Int32) -> None:
-        """One box of keys; in a cluster the CTAs take turns, and each sends what it loads to both."""
-        if cutlass.const_expr(self.cluster > 1):
-            if turn % 2 == cute.arch.block_idx_in_cluster():
-                cute.copy(tma, gBox, sBox, tma_bar_ptr=barrier, mcast_mask=cutlass.Int16((1 << self.cluster) - 1))
-        else:
-            cute.copy(tma, gBox, sBox, tma_bar_ptr=barrier)
 
     @cute.jit
     def chunk_at(self, step: Any, owner: Int32) -> Int32:
@@ -295,13 +275,13 @@ class ForwardSm90Wide(ForwardSm90):
         # Step 1: operands.
         sP = storage.P.get_tensor(lP.outer, swizzle=lP.inner)
         sV = cute.composition(sK, cute.make_layout((HEAD_DIM_V, TILE_KEYS, K_STAGES), stride=(TILE_KEYS, 1, TILE_KEYS * HEAD_DIM_QK)))
-        sV = cute.flat_divide(sV, (VALUE_COLUMNS, TILE_KEYS))[None, None, group, 0, None]
+        sV = cute.flat_divide(sV, (PART_COLUMNS, TILE_KEYS))[None, None, None, 0, None]
         thr_s, thr_other = mma_s.get_slice(thread), mma_other.get_slice(thread)
         tSrQ = thr_s.make_fragment_A(thr_s.partition_A(cute.flat_divide(sQ, (M_ROWS, CHUNK))[None, None, 0, None, 0]))  # (MMA, 1, 4, 9)
         tSrK = thr_s.make_fragment_B(thr_s.partition_B(cute.flat_divide(sK, (TILE_KEYS, CHUNK))[None, None, 0, None, None]))  # (MMA, 1, 4, 9, stage)
-        tOrV = thr_other.make_fragment_B(thr_other.partition_B(sV))  # (MMA, 1, 4, stage)
+        tOrV = thr_other.make_fragment_B(thr_other.partition_B(sV))  # (MMA, 1, 4, 2 parts of 2 warpgroups, stage)
         tOrP = thr_other.make_fragment_A(thr_other.partition_A(sP))  # (MMA, 1, 4)
-        acc_o = cute.make_rmem_tensor(mma_other.partition_shape_C((M_ROWS, VALUE_COLUMNS)), Float32)
+        acc_o = cute.make_rmem_tensor((M_ROWS * VALUE_COLUMNS // 128,), Float32)
         store_p = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         store_p = cute.make_tiled_copy_C(store_p, mma_s).get_slice(thread)
         tPsP = store_p.partition_D(sP)
@@ -345,8 +325,7 @@ class ForwardSm90Wide(ForwardSm90):
                 if piece_begin < piece_end:
                     if (count - 1) % 2 != group:
                         self.accumulate_other(storage, mma_other, acc_o, tOrP, tOrV, statistics, count - 1, group, thread)
-                        warpgroup.wait_group(0)
-                        self.release_values(storage, 1 - group, group)
+                        self.release_values(storage, 1 - group, group, behind=0)
                     if piece_end == end:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(storage.q_empty.data_ptr())
@@ -382,14 +361,13 @@ class ForwardSm90Wide(ForwardSm90):
                 cute.gemm(atom, acc_s, tSrQ[None, None, block, chunk], tSrK[None, None, block, chunk, group], acc_s)
                 atom.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
-            if cutlass.const_expr(step == CHUNKS_BEFORE_OTHER - 1):
+            if cutlass.const_expr(step == self.chunks_before_other - 1):
                 if has_previous:
                     self.accumulate_other(storage, *others, statistics, index - 1, group, thread)
-            if cutlass.const_expr(step == CHUNKS_BEFORE_OTHER):
+            if cutlass.const_expr(step == self.chunks_before_other):
                 if has_previous:
                     # With one more chunk of scores queued behind it, so that the tensor cores stay busy.
-                    warpgroup.wait_group(1)
-                    self.release_values(storage, 1 - group, group)
+                    self.release_values(storage, 1 - group, group, behind=1)
         warpgroup.wait_group(0)
         self.release(storage.k_empty.data_ptr() + group * CHUNKS + ROPE)
 
@@ -499,9 +477,8 @@ class ForwardSm90Wide(ForwardSm90):
         """acc_o = acc_o factor + P V of our own tile, P from registers: the scores' accumulator has the layout of operand A."""
         self.scale_if_raised(acc_o, factor)
         tOrP = cute.make_tensor(rP.iterator, cute.make_layout(mma_own.partition_shape_A((M_ROWS, TILE_KEYS))))
-        self.multiply_values(mma_own, acc_o, tOrP, tOrV, group)
-        warpgroup.wait_group(0)
-        self.release_values(storage, group, group)
+        self.multiply_values(mma_own, acc_o, tOrP, tOrV, group, group)
+        self.release_values(storage, group, group, behind=0)
 
     @cute.jit
     def accumulate_other(
@@ -526,7 +503,7 @@ class ForwardSm90Wide(ForwardSm90):
         # The owner has waited for these chunks; TMA's writes are ours to read once we have, too.
         for i in cutlass.range_constexpr(HALF):
             cute.arch.mbarrier_wait(storage.k_full.data_ptr() + (1 - group) * CHUNKS + group * HALF + i, index // 2 % 2)
-        self.multiply_values(mma_other, acc_o, tOrP, tOrV, 1 - group)
+        self.multiply_values(mma_other, acc_o, tOrP, tOrV, 1 - group, group)
 
     @cute.jit
     def scale_if_raised(self, acc_o: cute.Tensor, factor: cute.Tensor) -> None:
@@ -543,26 +520,37 @@ class ForwardSm90Wide(ForwardSm90):
                     rO[parity, half, block] = rO[parity, half, block] * factor[half]
 
     @cute.jit
-    def multiply_values(self, mma: cute.TiledMma, acc_o: cute.Tensor, tOrP: cute.Tensor, tOrV: cute.Tensor, stage: Int32) -> None:
+    def multiply_values(
+        self, mma: cute.TiledMma, acc_o: cute.Tensor, tOrP: cute.Tensor, tOrV: cute.Tensor, stage: Int32, group: Int32
+    ) -> None:
+        """Starts acc_o += P V of a stage for this warpgroup's columns, a part after the other."""
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, True)
+        shape = mma.partition_shape_C((M_ROWS, PART_COLUMNS))
         warpgroup.fence()
-        for block in cutlass.range_constexpr(TILE_KEYS // 16):
-            cute.gemm(atom, acc_o, tOrP[None, None, block], tOrV[None, None, block, stage], acc_o)
-        warpgroup.commit_group()
+        for part in cutlass.range_constexpr(PARTS):
+            acc = cute.make_tensor(acc_o.iterator + part * cute.size(shape), cute.make_layout(shape))
+            for block in cutlass.range_constexpr(TILE_KEYS // 16):
+                cute.gemm(atom, acc, tOrP[None, None, block], tOrV[None, None, block, group * PARTS + part, stage], acc)
+            warpgroup.commit_group()
 
     @cute.jit
     def release(self, empty: cute.Pointer) -> None:
-        """Gives a chunk back to the producer, in a cluster to both: whose turn it is sends to both CTAs."""
+        """Gives a chunk back to the producer."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(empty)
-            if cutlass.const_expr(self.cluster > 1):
-                cute.arch.mbarrier_arrive(empty, cute.arch.block_idx_in_cluster() ^ 1)
 
     @cute.jit
-    def release_values(self, storage: cutlass.Constexpr, stage: Int32, group: Int32) -> None:
-        for i in cutlass.range_constexpr(HALF):
-            self.release(storage.k_empty.data_ptr() + stage * CHUNKS + group * HALF + i)
+    def release_values(self, storage: cutlass.Constexpr, stage: Int32, group: Int32, *, behind: cutlass.Constexpr) -> None:
+        """Gives this warpgroup's value columns of a stage back, part by part as their products end.
+
+        `behind`: how many groups of products were committed after those of the values.
+        """
+        empty = storage.k_empty.data_ptr() + stage * CHUNKS + group * HALF
+        for part in cutlass.range_constexpr(PARTS):
+            warpgroup.wait_group(behind + PARTS - 1 - part)
+            for i in cutlass.range_constexpr(HALF // PARTS):
+                self.release(empty + part * (HALF // PARTS) + i)
 
     @cute.jit
     def finish_rows(

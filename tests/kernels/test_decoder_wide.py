@@ -51,7 +51,7 @@ def test_logits_that_climb_from_tile_to_tile(slope: float) -> None:
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_repeats_to_the_bit(heads: int) -> None:
-    """200 calls: a race between the warpgroups, or between the CTAs of a cluster, would show as another bit."""
+    """200 calls: a race between the warpgroups would show as another bit."""
     step = Step.of(cases.gaussian([3000, 1, 700, 0, 20_000, 129], DEVICE, heads=heads), torch.bfloat16)
     step.plan()
     step.run()
