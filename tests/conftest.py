@@ -1,23 +1,34 @@
-"""Tests marked `gpu` are skipped, with the reason, where there is no GPU that the kernels support."""
+"""Tests marked `gpu` are skipped, with the reason, where there is no GPU that the kernels support. No test touches the user's kernels on disk."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from dense_mla import decoder, unsupported_reason
 from vllm_dense_mla.registration import CACHE_DIR_VARIABLE
-from vllm_dense_mla.settings import load_settings
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the session keeps compiled kernels, its child processes and the workers that share its tests included."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv(CACHE_DIR_VARIABLE, str(folder))
+        yield folder
 
 
 @pytest.fixture(autouse=True)
-def kernel_cache_of_the_user(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests on a GPU use it where VLLM_K3_DENSE_MLA_CACHE_DIR turns it on, so that a second run compiles nothing. No other test touches it."""
-    if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.delenv(CACHE_DIR_VARIABLE, raising=False)
-    else:
-        folder, prepared = load_settings().cache_folder, decoder.prepared_kernels
-        monkeypatch.setattr(decoder, "prepared_kernels", lambda *args: prepared(*args[:3], args[3] or folder))
+def kernels_of_the_session(request: pytest.FixtureRequest, kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test on a GPU that prepares a decoder and names no folder takes that one: a kernel is compiled once for all of them."""
+    if request.node.get_closest_marker("gpu") is not None:
+        prepared = decoder.prepared_kernels
+        monkeypatch.setattr(decoder, "prepared_kernels", lambda *args: prepared(*args[:3], args[3] or kernel_folder))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -23,6 +23,9 @@ from dense_mla.problem import PARTIAL_DTYPES, TILE_KEYS
 from . import __version__
 from .cache_dtypes import reads_fp8
 from .demo import H200_SMS, PARTIAL_NAMES, decode_on_cpu, decode_on_gpu, make_batch
+
+if TYPE_CHECKING:
+    from .settings import DenseMLASettings
 
 Status = Literal["ok", "failed", "not run"]
 
@@ -191,22 +194,22 @@ def _check_settings() -> Check:
     settings = load_settings()
     lines = [f"partial dtype {settings.partial_dtype} ({settings.partial_dtype_source})"]
     values: dict[str, dict[str, Any]] = {PARTIAL_DTYPE_VARIABLE: {"value": settings.partial_dtype, "source": settings.partial_dtype_source}}
-    cache_line, values[CACHE_DIR_VARIABLE] = _kernel_cache(settings.cache_folder, settings.cache_dir_source)
+    cache_line, values[CACHE_DIR_VARIABLE] = _kernel_cache(settings)
     lines.append(cache_line)
     lines += [f"{name} {os.environ[name]!r} (environment)" if name in os.environ else f"{name} not set" for name in VARIABLES]
     values |= {name: {"value": os.environ[name], "source": "environment"} for name in VARIABLES if name in os.environ}
     return Check("settings", "ok", "\n".join(lines), {"settings": values})
 
 
-def _kernel_cache(folder: Path | None, source: str) -> tuple[str, dict[str, Any]]:
+def _kernel_cache(settings: DenseMLASettings) -> tuple[str, dict[str, Any]]:
     """Where compiled kernels are kept and how many there are, as a line and as values."""
-    from .settings import OFF
-
+    folder, place, source = settings.cache_folder, settings.cache_place, settings.cache_dir_source
+    line, values = f"kernel cache {place} ({source})", {"value": place, "source": source}
     if folder is None:
-        return f"kernel cache {OFF} ({source})", {"value": OFF, "source": source}
+        return line, values
     contents = cache_contents(folder)
     held = f"{contents.entries} kernels of {contents.bytes:,} bytes" if contents.refusal is None else f"not used: {contents.refusal}"
-    return f"kernel cache {folder} ({source}): {held}", {"value": str(folder), "source": source, **asdict(contents)}
+    return f"{line}: {held}", values | asdict(contents)
 
 
 def _check_answers() -> Check:

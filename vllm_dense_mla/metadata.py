@@ -25,7 +25,7 @@ from dense_mla.workspace import WorkspaceSize
 from .buckets import BucketTable, WorkspaceTables, size_buckets
 from .decode_steps import read_steps
 from .registration import BACKEND_NAME
-from .settings import OFF, DenseMLASettings, load_settings
+from .settings import DenseMLASettings, load_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -229,7 +229,7 @@ def _log_once(decoders: list[DenseMLADecoder], tables: WorkspaceTables, settings
         BACKEND_NAME,
         took.compiled,
         took.loaded,
-        settings.cache_folder or OFF,
+        settings.cache_place,
         took.seconds,
         scope="global",
     )

@@ -33,12 +33,11 @@ def _word_or_path(value: str) -> str:
     return value
 
 
-def _default_folder() -> Path:
+def _default_folder() -> Path | None:
+    """Among the user's caches; None for a user without a home directory, such as a container's user id that has no name."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "vllm-dense-mla"
-    if not folder.is_absolute():
-        raise ValueError(f"{CACHE_DIR_VARIABLE} must be an absolute path or off where there is no home directory, got {ON!r}")
-    return folder
+    return folder if folder.is_absolute() else None
 
 
 class DenseMLASettings(BaseSettings):
@@ -52,12 +51,12 @@ class DenseMLASettings(BaseSettings):
     FP32 saves one rounding of every partial and takes twice the bytes of out_partial. The splits and the KV cache are the same.
     """
 
-    cache_dir: Annotated[str, AfterValidator(_word_or_path)] = Field(OFF, validation_alias=CACHE_DIR_VARIABLE)
+    cache_dir: Annotated[str, AfterValidator(_word_or_path)] = Field(ON, validation_alias=CACHE_DIR_VARIABLE)
     """Folder where compiled kernels are kept between starts: an absolute path, `on` for `~/.cache/vllm-dense-mla` (or `vllm-dense-mla` in
     `XDG_CACHE_HOME`), or `off` (or empty) to compile at every start.
 
-    It is off until its test has run on a GPU. What lies there is run as code: the folder is made for its owner alone, and one that belongs to
-    or can be written by somebody else is not used.
+    What lies there is run as code: the folder is made for its owner alone, and one that belongs to or can be written by somebody else is not
+    used. Without a folder that can be used a server starts all the same, and compiles.
     """
 
     @property
@@ -77,14 +76,18 @@ class DenseMLASettings(BaseSettings):
 
     @property
     def cache_folder(self) -> Path | None:
-        """The folder that `cache_dir` names, or None where nothing is kept.
-
-        Raises:
-            ValueError: `on` for a user without a home directory.
-        """
+        """The folder that `cache_dir` names, or None where nothing is kept: `off`, or `on` for a user without a home directory."""
         if self.cache_dir == OFF:
             return None
         return _default_folder() if self.cache_dir == ON else Path(os.path.expanduser(self.cache_dir))
+
+    @property
+    def cache_place(self) -> str:
+        """`cache_folder` for people: the folder, or that nothing is kept and why."""
+        folder = self.cache_folder
+        if folder is None and self.cache_dir == ON:
+            return f"{OFF}: there is no home directory"
+        return OFF if folder is None else str(folder)
 
 
 @cache

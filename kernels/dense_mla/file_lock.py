@@ -38,8 +38,10 @@ def release(path: Path, descriptor: int) -> None:
     with suppress(OSError):
         path.unlink()
     # A child that was forked meanwhile has the descriptor too: closing it here would not let the lock go.
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+    with suppress(OSError):  # of a file server that lost the lock: it is gone
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 def _wait(descriptor: int, deadline: float) -> bool:

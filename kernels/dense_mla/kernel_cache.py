@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +30,7 @@ LEFTOVER_SECONDS = 3600.0  # age of what a killed process left behind
 _DIGEST_BYTES = 32
 # The names of our files: whatever else lies in the folder is not ours to count or delete.
 _ENTRY = re.compile(r"\w+-[0-9a-f]{64}\.o")
-_LEFTOVER = re.compile(r"[0-9a-f]{64}\.lock|\w+-[0-9a-f]{64}\.\d+\.tmp")
+_LEFTOVER = re.compile(r"[0-9a-f]{64}\.lock|\w+-[0-9a-f]{64}\.[0-9a-f]+\.tmp")
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +45,15 @@ class CacheContents:
 
 
 def cache_contents(folder: Path) -> CacheContents:
-    """Looks into a folder and changes nothing; one that is not there is empty."""
+    """Looks into a folder and changes nothing; one that is not there is empty, if it can be made."""
+    real = _real(folder)
     try:
-        refusal = refuse_folder(_real(folder))
-        sizes = [status.st_size for _, status in _files(folder, _ENTRY)] if refusal is None else []
+        refusal = refuse_folder(real)
+        sizes = [status.st_size for _, status in _files(real, _ENTRY)] if refusal is None else []
         return CacheContents(len(sizes), sum(sizes), refusal)
     except FileNotFoundError:
-        return CacheContents(0, 0, None)
+        above = next(place for place in real.parents if place.exists())
+        return CacheContents(0, 0, None if os.access(above, os.W_OK) else f"{above} cannot be written to")
     except OSError as error:
         return CacheContents(0, 0, _reason(error))
 
@@ -153,9 +156,10 @@ class KernelCache:
             _warn_once(f"kernel cache {self.folder}: the sources of dense_mla changed since this process started; its kernels are not kept")
             return False
         path = self._path(name, key)
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        # No process id: ranks in containers of several machines have the same ones, and not every file system's locks reach so far.
+        draft = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
         try:
-            os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600))  # nobody else's, whatever the umask is
+            os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # nobody else's, whatever the umask is
             compiled.export_to_c(str(draft), function_name=_symbol(key), export_only_tvm_ffi_symbols=True)
             digest = hashlib.sha256(draft.read_bytes()).digest()
             with draft.open("ab") as file:

@@ -22,6 +22,7 @@ from benchmarks.batch_shape import BatchShape
 from benchmarks.contenders import forward_contender, invariant_contender, our_contenders, peer_contenders, planned_contender, portable_contenders
 from benchmarks.decode_inputs import DecodeInputs
 from benchmarks.peers import PEERS, b12x_is_installed
+from vllm_dense_mla.settings import load_settings
 
 pytest.importorskip("vllm")
 BATCH, HEADS, PAGE_SIZE, CONTEXT = 2, 16, 64, 4096
@@ -332,7 +333,8 @@ def test_the_forward_alone_launches_no_merge(seq_lens: tuple[int, int], answers:
     kernels = compiled.CompiledKernels(*(lambda *_, name=name: launched.append(name) for name in ("schedule", "forward", "merge")), row_tiles=1)
 
     def prepare(problem: Any, device: torch.device, *, max_requests: int, kernel: str | None, cache_dir: Path | None) -> Any:
-        assert (problem.num_heads, kernel, cache_dir) == (HEADS, None, None)
+        assert (problem.num_heads, kernel) == (HEADS, None)
+        assert cache_dir is not None and cache_dir == load_settings().cache_folder
         return decoder_module.DenseMLADecoder(problem, device, max_requests, kernels)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))

@@ -217,7 +217,7 @@ def test_the_least_recently_used_are_deleted(cache: KernelCache, schedule: Any, 
     monkeypatch.setattr(kernel_cache, "MAX_ENTRIES", 3)
     now = time.time()
     newest, middle, oldest = (f"Merge-{digit * 64}.o" for digit in "123")
-    dead, live = ((f"{digit * 64}.lock", f"Merge-{digit * 64}.4711.tmp") for digit in "45")
+    dead, live = ((f"{digit * 64}.lock", f"Merge-{digit * 64}.4711beef.tmp") for digit in "45")
     foreign = ("program.o", "note.tmp", "yarn.lock")
     ages = {newest: 100, middle: 200, oldest: 300, **dict.fromkeys(dead, 7200), **dict.fromkeys(live, 1), **dict.fromkeys(foreign, 1_000_000)}
     for name, age in ages.items():

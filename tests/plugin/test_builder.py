@@ -122,14 +122,22 @@ def test_one_line_says_what_is_live(vllm_config, prepared, log, monkeypatch, tex
     assert line.levelno == kernels.levelno == table.levelno == logging.INFO
 
 
-@pytest.mark.parametrize("folder", ["/somewhere/else", "off"])
-def test_a_line_says_where_kernels_come_from(vllm_config, prepared, log, monkeypatch, folder):
+@pytest.mark.parametrize(
+    ("text", "place", "folder"),
+    [
+        (None, "/caches/vllm-dense-mla", Path("/caches/vllm-dense-mla")),
+        ("/somewhere/else", "/somewhere/else", Path("/somewhere/else")),
+        ("off", "off", None),
+    ],
+)
+def test_a_line_says_where_kernels_come_from(vllm_config, prepared, log, monkeypatch, text, place, folder):
     """What preparing took until now; the folder is that of the settings."""
-    monkeypatch.setenv(CACHE_DIR_VARIABLE, folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.delenv(CACHE_DIR_VARIABLE) if text is None else monkeypatch.setenv(CACHE_DIR_VARIABLE, text)
     monkeypatch.setattr(metadata, "preparation", lambda: Preparation(compiled=4, loaded=7, seconds=3.25))
     make_builder(vllm_config)
-    assert log[1].getMessage() == f"DENSE_MLA kernels: 4 compiled, 7 loaded from the cache ({folder}), 3.2 s"
-    assert prepared[0].cache_dir == (None if folder == "off" else Path(folder))
+    assert log[1].getMessage() == f"DENSE_MLA kernels: 4 compiled, 7 loaded from the cache ({place}), 3.2 s"
+    assert prepared[0].cache_dir == folder
 
 
 def test_other_ranks_are_silent(vllm_config, prepared, log, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,10 @@ def test_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         return found.text.splitlines()[1], found.values["settings"][variable]
 
     assert line("off") == (f"kernel cache off ({variable})", {"value": "off", "source": variable})
+    with monkeypatch.context() as nobody:
+        nobody.setattr(os.path, "expanduser", lambda path: path)
+        nobody.delenv("XDG_CACHE_HOME", raising=False)
+        assert line("on")[0] == f"kernel cache off: there is no home directory ({variable})"
     values = {"value": str(folder), "source": variable, "entries": 0, "bytes": 0, "refusal": None}
     assert line(str(folder)) == (f"kernel cache {folder} ({variable}): 0 kernels of 0 bytes", values) and not folder.exists()
     folder.mkdir(mode=0o700)

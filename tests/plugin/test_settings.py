@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import pwd
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import vllm_dense_mla
 from vllm_dense_mla.registration import CACHE_DIR_VARIABLE, PARTIAL_DTYPE_VARIABLE
 from vllm_dense_mla.settings import DenseMLASettings, load_settings
 
@@ -51,7 +56,7 @@ def test_cache_dir(monkeypatch):
         settings = load_settings()
         found[text] = settings.cache_folder, settings.cache_dir_source
     assert found == {
-        None: (None, "default"),
+        None: (Path("/home/me/.cache/vllm-dense-mla"), "default"),
         **dict.fromkeys(("on", "On "), (Path("/home/me/.cache/vllm-dense-mla"), CACHE_DIR_VARIABLE)),
         "/somewhere/else": (Path("/somewhere/else"), CACHE_DIR_VARIABLE),
         "~/kernels": (Path("/home/me/kernels"), CACHE_DIR_VARIABLE),
@@ -59,8 +64,8 @@ def test_cache_dir(monkeypatch):
     }
 
 
-def test_cache_dir_follows_xdg_where_it_is_on(monkeypatch):
-    monkeypatch.setenv(CACHE_DIR_VARIABLE, "on")
+def test_cache_dir_follows_xdg_where_nothing_is_set(monkeypatch):
+    monkeypatch.delenv(CACHE_DIR_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert load_settings().cache_folder == Path("/xdg/vllm-dense-mla")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/no/folder/by/its/standard")
@@ -68,12 +73,35 @@ def test_cache_dir_follows_xdg_where_it_is_on(monkeypatch):
     assert load_settings().cache_folder == Path("/home/me/.cache/vllm-dense-mla")
 
 
-def test_a_default_folder_needs_a_home_directory(monkeypatch):
-    monkeypatch.setenv(CACHE_DIR_VARIABLE, "on")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.raises(ValueError, match=f"^{CACHE_DIR_VARIABLE} must be an absolute path or off where there is no home directory, got 'on'$"):
-        _ = load_settings().cache_folder
+def test_without_home_the_user_s_entry_in_the_password_file_counts(monkeypatch):
+    for name in (CACHE_DIR_VARIABLE, "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir="/home/me"))
+    assert load_settings().cache_folder == Path("/home/me/.cache/vllm-dense-mla")
+
+
+@pytest.mark.parametrize("text", [None, "on", "off"])
+def test_a_user_without_a_home_directory_keeps_nothing_and_is_told_why(monkeypatch, text):
+    """A container's user id that has no name: the server starts, and compiles."""
+
+    def no_such_user(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in (CACHE_DIR_VARIABLE, "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if text is not None:
+        monkeypatch.setenv(CACHE_DIR_VARIABLE, text)
+    monkeypatch.setattr(pwd, "getpwuid", no_such_user)
+    settings = load_settings()
+    assert (settings.cache_folder, settings.cache_place) == (None, "off" if text == "off" else "off: there is no home directory")
+
+
+def test_the_tests_keep_kernels_in_a_folder_of_their_own(kernel_folder):
+    """Not in that of whoever runs them, in other processes either."""
+    code = "from vllm_dense_mla.settings import load_settings; print(load_settings().cache_folder)"
+    path = os.pathsep.join(str(Path(vllm_dense_mla.__file__).parents[1] / name) for name in (".", "kernels"))
+    found = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert load_settings().cache_folder == kernel_folder and found.stdout.splitlines()[-1] == str(kernel_folder)
 
 
 @pytest.mark.parametrize("text", ["kernels", "./kernels", "none"])
