@@ -15,9 +15,11 @@ from vllm_dense_mla.registration import CACHE_DIR_VARIABLE
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the session keeps compiled kernels, its child processes and the workers that share its tests included."""
+    """Where the session keeps compiled kernels, its child processes and the workers that share its tests included: a folder that the environment
+    names, so that a second session need not compile again, or one of its own."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    named = Path(os.environ.get(CACHE_DIR_VARIABLE, ""))
+    folder = named if named.is_absolute() else (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv(CACHE_DIR_VARIABLE, str(folder))
         yield folder
