@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from dense_mla.merge_plan import THREADS, merge_shares
 from dense_mla.paged_kv import PageTiling
 from dense_mla.problem import FIXED_COST
 from dense_mla.schedule import plan
@@ -95,6 +96,8 @@ def test_the_worked_example_of_decode_step_is_what_the_schedule_does() -> None:
     assert f"{' + '.join(map(str, units))} = {sum(units)} units" in text
     assert f"each of the {sum(tiles)} tiles is a CTA's whole work" in text and f"and {idle} have none" in text
     assert split.request == 0 and f"Request 0 lies in {split.pieces} ranges" in text and f"the {split.pieces} pieces" in text
+    blocks = [share.blocks for share in merge_shares(schedule.splits, 12, 132)]
+    assert f"{sum(blocks)} blocks of {THREADS} threads" in text and blocks.count(1) == sum(blocks) == 132 - blocks.count(0)
 
 
 def test_settings_are_documented_as_the_model_has_them() -> None:

@@ -28,7 +28,7 @@ class DenseMLADecoder:
         self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
         # Never more than the workspace is sized for: the portable kernel's CTAs may need fewer row tiles than the problem has.
         self.num_ranges = min(max(self.sm_count // kernels.row_tiles, 1), problem.num_ranges(self.sm_count))
-        self._schedule_words = schedule_words(self.num_ranges, max_requests, problem.batch_invariant)
+        self._schedule_words = schedule_words(self.num_ranges, max_requests, self.sm_count, problem.batch_invariant)
         sizes = (workspace_size(problem, requests, self.sm_count) for requests in range(max_requests + 1))
         self._sizes = tuple((size.slots, size.total_bytes) for size in sizes)  # by requests: looked up in every layer of every step
         self._kernels = kernels
@@ -84,7 +84,7 @@ class DenseMLADecoder:
         self._check_table(block_table, seq_lens.shape[0], None)
         self._check_schedule(schedule)
         if seq_lens.shape[0]:
-            self._kernels.schedule(seq_lens, block_table, schedule, self.num_ranges)
+            self._kernels.schedule(seq_lens, block_table, schedule, self.num_ranges, self.problem.rows, self.sm_count)
 
     def run(
         self,
@@ -110,7 +110,7 @@ class DenseMLADecoder:
             kv_cache: [pages, page_size, 576] in kv_dtype, rows dense; any page stride that is a multiple of 16 bytes.
             block_table: [requests, width] int32. Columns past ceil(seq_len / page_size) are never read.
             seq_lens: [requests] int32, keys on this rank, query tokens included; the lengths that `schedule` was computed from.
-            schedule: buffer that `schedule` filled on this stream, or an earlier one that this stream waited for.
+            schedule: buffer that this decoder's `schedule` filled on this stream, or an earlier one that this stream waited for.
             workspace: uint8, at least `workspace_size(requests).total_bytes`, aligned to 256 bytes. Contents need not be kept between calls.
             out: [R, heads, 512] in query_dtype, written whole: 0 for a row that sees no key. Any strides as for q.
             scale: softmax scale, positive.

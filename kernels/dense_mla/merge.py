@@ -8,6 +8,9 @@ are all in flight at once and one long request fills the GPU, also among many sh
 shuffles, and up to eight warps, whose sums meet in shared memory; fewer where the GPU would not hold all strands at once. Requests that one
 CTA covered are not touched.
 
+Which blocks a CTA works on stands in the schedule (merge_plan.py). A CTA that starts last, because its SM was busy with the forward until the
+end, has everything that it does before its first load of a piece on the way of the whole GPU: that is two loads of its own share.
+
 One CTA an SM, launched with as much shared memory as the forward's: an SM that divides its memory into L1 and shared memory in another way for
 the next kernel has to drain first.
 """
@@ -19,23 +22,26 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass._mlir import ir
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import dsl_user_op
 
-from .block_scan import block_scan
+from .merge_plan import BATCH, LANE_STRANDS_LOG2, ROW_VECTORS, THREADS, VECTOR, WARP_STRANDS_LOG2, split_blocks
+from .merge_shares import BLOCK, BLOCKS, FIRST_SLOT, MOST, PIECES, REQUEST, SPLIT, share_tensors, strands_log2
 from .problem import HEAD_DIM_V, DecodeProblem
-from .schedule import HEADER_WORDS, MAX_REQUESTS, RANGE_WORDS, SPLIT_WORDS
+from .schedule import SHARE_WORDS, SPLIT_WORDS
 from .torch_types import cutlass_dtype
 
-THREADS = 512
 WARPS = THREADS // 32
-VECTOR = 4  # columns of a thread
-ROW_VECTORS = HEAD_DIM_V // VECTOR
-LANE_STRANDS_LOG2 = 2  # at most 4 strands in a warp: 8 lanes remain, which read 128 neighbouring bytes of FP32
-WARP_STRANDS_LOG2 = 3
-STRANDS_LOG2 = LANE_STRANDS_LOG2 + WARP_STRANDS_LOG2
-BATCH = 5  # pieces of a strand whose loads are in flight together: 160 of a row, more than an H200 has ranges
-MAX_RANGES = THREADS  # more than any GPU has SMs; so many requests at most are split by ranges
+THREADS_LOG2 = THREADS.bit_length() - 1
 LN2 = math.log(2.0)
+
+
+@dsl_user_op
+def load_quad_from_l2(pointer: cute.Pointer, *, loc: Any = None, ip: Any = None) -> cute.TensorSSA:
+    """Four words of the schedule, at a multiple of 16 bytes, from the L2: an L1 may hold lines of an older schedule."""
+    quad = cute.arch.load(pointer, ir.VectorType.get([4], Int32.mlir_type), cop="cg", loc=loc, ip=ip)
+    return cute.TensorSSA(quad, (4,), Int32, loc=loc, ip=ip)
 
 
 class Merge:
@@ -52,8 +58,6 @@ class Merge:
         self.out_dtype = cutlass_dtype(problem.query_dtype)
         self.partial_dtype = cutlass_dtype(problem.partial_dtype)
         self.return_lse = problem.return_lse
-        self.batch_invariant = problem.batch_invariant
-        self.max_splits = MAX_REQUESTS if problem.batch_invariant else MAX_RANGES
 
     @cute.jit
     def __call__(
@@ -98,126 +102,83 @@ class Merge:
             sums: cute.struct.Align[cute.struct.MemRange[Float32, THREADS * VECTOR], 16]
             weights: cute.struct.MemRange[Float32, THREADS]
             maxima: cute.struct.MemRange[Float32, THREADS]
-            warp_sums: cute.struct.MemRange[Int32, WARPS]
-            count: cute.struct.MemRange[Int32, 1]
-            ends: cute.struct.MemRange[Int32, self.max_splits]
-            splits: cute.struct.Align[cute.struct.MemRange[Int32, self.max_splits * SPLIT_WORDS], 16]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         sSums = storage.sums.get_tensor(cute.make_layout((VECTOR, 32, WARPS)))
         sWeights = storage.weights.get_tensor(cute.make_layout((32, WARPS)))
         sMaxima = storage.maxima.get_tensor(cute.make_layout((32, WARPS)))
-        sWarpSums = storage.warp_sums.get_tensor(cute.make_layout((WARPS,)))
-        sEnds = storage.ends.get_tensor(cute.make_layout((self.max_splits,)))
-        sSplits = storage.splits.get_tensor(cute.make_layout((SPLIT_WORDS, self.max_splits)))
 
-        # Step 1: share out the work, in blocks of one request each. The schedule was complete before the forward started: no need to wait.
-        most = Int32(STRANDS_LOG2)
-        plan = (sSplits, sEnds, sWarpSums)
-        count = self.load_splits(mSchedule, num_ranges, storage.count.get_tensor(cute.make_layout((1,))), sSplits, thread)
-        blocks = self.lay_out(plan, count, thread, most)
-        if cutlass.const_expr(not self.batch_invariant):  # there, the order of a row's sum must not depend on the batch
-            while (blocks > num_ctas) & (most > 0):
-                most -= 1
-                blocks = self.lay_out(plan, count, thread, most)
-        block = cta
-        split, first_block = self.split_of(sEnds, count, block)
+        # Step 1: this CTA's share. The schedule was complete before the forward started: no need to wait. Every thread asks for itself, because
+        # only this CTA wants these 32 bytes; a few lines that every thread of the GPU asks for are the slowest of all loads.
+        gShares, gSplits = share_tensors(mSchedule, num_ranges, num_ctas)
+        place = cute.make_rmem_tensor((SHARE_WORDS,), Int32)
+        self.load_share(gShares.iterator + cta * SHARE_WORDS, place)
+
+        # All that follows from it about the first block is worked out before the wait.
+        strands, warp_strand, strand, vector = self.locate(place, lane, warp)
 
         # Step 2: the forward's partials. One CTA waits also where nothing is split: our end must not come before the forward's.
         if cutlass.const_expr(self.dependent_launch):
             # Whoever comes next may queue up right away: it waits for our end by itself, and all of our CTAs have their places.
             cute.arch.griddepcontrol_launch_dependents()
-            if cta < cutlass.max(blocks, 1):
+            if (place[BLOCKS] > 0) | (cta == 0):
                 cute.arch.griddepcontrol_wait()
-        while block < blocks:
-            request, first, pieces = sSplits[0, split], sSplits[1, split], sSplits[2, split]
-            strands_log2 = self.strands_log2(pieces, most)
-            lane_log2 = cutlass.min(strands_log2, LANE_STRANDS_LOG2)
-            warp_log2 = strands_log2 - lane_log2
-            warp_vectors = Int32(32) >> lane_log2  # of a warp: neighbouring columns of one row
-            warp_strand = warp % (Int32(1) << warp_log2)
-            strand = warp_strand * (Int32(1) << lane_log2) + lane // warp_vectors
-            vector = (block - first_block) * (Int32(THREADS) >> strands_log2) + (warp >> warp_log2) * warp_vectors + lane % warp_vectors
+        while place[BLOCKS] > 0:
+            request, first, pieces = place[REQUEST], place[FIRST_SLOT], place[PIECES]
+            lane_log2 = cutlass.min(strands, LANE_STRANDS_LOG2)
+            warp_log2 = strands - lane_log2
             exists = vector < self.rows * ROW_VECTORS
             # A thread without work of its own repeats the last row, so that shuffles and barriers meet everyone.
             vector = cutlass.min(vector, self.rows * ROW_VECTORS - 1)
             row, column = vector // ROW_VECTORS, vector % ROW_VECTORS
+            self.walk_on(gSplits.iterator, place, strands)  # before the pieces: the next split request then arrives behind them
             total = cute.make_rmem_tensor((VECTOR,), Float32)
-            maximum, weight = self.add_pieces(
-                mOutPartial, mLsePartial, total, first, pieces, row, column, strand, Int32(1) << strands_log2
-            )
+            maximum, weight = self.add_pieces(mOutPartial, mLsePartial, total, first, pieces, row, column, strand, Int32(1) << strands)
             maximum, weight = self.add_lanes(total, maximum, weight, lane_log2)
             if warp_log2 > 0:
                 maximum, weight = self.add_warps(sSums, sWeights, sMaxima, total, maximum, weight, lane, warp, warp_strand, warp_log2)
             if strand == 0:
                 if exists:
                     self.store(total, maximum, weight, mOut, mLse, request, row, column)
-            block += num_ctas
-            split, first_block = self.split_of(sEnds, count, block)
+            strands, warp_strand, strand, vector = self.locate(place, lane, warp)
 
     @cute.jit
-    def load_splits(self, mSchedule: cute.Tensor, num_ranges: Int32, sCount: cute.Tensor, sSplits: cute.Tensor, thread: Int32) -> Int32:
-        """The split requests into shared memory, each by the thread that lays it out. Their number.
+    def load_share(self, share: cute.Pointer, place: cute.Tensor) -> None:
+        """A share of the schedule, `merge_plan.MergeShare`, into registers: where this CTA is, and how many blocks it has left."""
+        first, second = self.load_quad(share), self.load_quad(share + 4)
+        for i in cutlass.range_constexpr(4):
+            place[i], place[4 + i] = first[i], second[i]
 
-        They are read before the wait, so from the L2: an L1 may hold lines of an older schedule. And only by whom it takes: a few lines that every
-        thread of the GPU asks for are the slowest of all loads.
+    @cute.jit
+    def walk_on(self, splits: cute.Pointer, place: cute.Tensor, strands: Int32) -> None:
+        """To the next block, of the same split request or of the next one in the list. `strands`: log2 of the present one's."""
+        place[BLOCK], place[BLOCKS] = place[BLOCK] + 1, place[BLOCKS] - 1
+        if place[BLOCKS] > 0:
+            if place[BLOCK] == split_blocks(Int32(self.rows), strands):
+                place[BLOCK] = 0
+                entry = self.load_quad(splits + (place[SPLIT] + 1) * SPLIT_WORDS)
+                for i in cutlass.range_constexpr(SPLIT_WORDS):
+                    place[i] = entry[i]
+
+    @cute.jit
+    def locate(self, place: cute.Tensor, lane: Int32, warp: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """Log2 of a row's strands; a thread's strand among warps and among all, and its vector among those of the request's rows.
+
+        In a request's last block, that vector need not exist.
         """
-        if thread == 0:
-            sCount[0] = cute.arch.load(mSchedule.iterator, Int32, cop="cg")
-        cute.arch.sync_threads()
-        count = sCount[0]
-        words = mSchedule.iterator + HEADER_WORDS + num_ranges * RANGE_WORDS
-        for index in cutlass.range(thread, count, THREADS, unroll=1):
-            for i in cutlass.range_constexpr(3):
-                sSplits[i, index] = cute.arch.load(words + index * SPLIT_WORDS + i, Int32, cop="cg")
-        return count
+        strands = strands_log2(place[PIECES], place[MOST])
+        lane_log2 = cutlass.min(strands, LANE_STRANDS_LOG2)
+        warp_log2 = strands - lane_log2
+        warp_vectors_log2 = 5 - lane_log2  # of a warp: neighbouring columns of one row
+        warp_strand = warp & ((Int32(1) << warp_log2) - 1)
+        strand = (warp_strand << lane_log2) + (lane >> warp_vectors_log2)
+        vector = (place[BLOCK] << (THREADS_LOG2 - strands)) + ((warp >> warp_log2) << warp_vectors_log2)
+        return strands, warp_strand, strand, vector + (lane & ((Int32(1) << warp_vectors_log2) - 1))
 
     @cute.jit
-    def lay_out(self, plan: tuple[cute.Tensor, cute.Tensor, cute.Tensor], count: Int32, thread: Int32, most: Int32) -> Int32:
-        """The block at which each split request ends, into shared memory. The number of all blocks.
-
-        `plan`: split requests, where their ends go, and the scan's memory. `most`: log2 of the strands that a row may have.
-        """
-        blocks = self.lay_out_some(plan, count, thread, most, Int32(0), Int32(0))
-        if cutlass.const_expr(self.max_splits > THREADS):
-            for base in cutlass.range(THREADS, count, THREADS, unroll=1):
-                blocks = self.lay_out_some(plan, count, thread, most, base, blocks)
-        cute.arch.sync_threads()
-        return blocks
-
-    @cute.jit
-    def lay_out_some(
-        self, plan: tuple[cute.Tensor, cute.Tensor, cute.Tensor], count: Int32, thread: Int32, most: Int32, base: Int32, blocks: Int32
-    ) -> Int32:
-        """The split requests from `base` on, one a thread, behind `blocks` blocks; all blocks with these."""
-        sSplits, sEnds, sWarpSums = plan
-        index, needed = base + thread, Int32(0)
-        if index < count:
-            needed = ((Int32(self.rows * ROW_VECTORS) << self.strands_log2(sSplits[2, index], most)) + THREADS - 1) // THREADS
-        before, added = block_scan(needed, sWarpSums, thread, WARPS)
-        if index < count:
-            sEnds[index] = blocks + before + needed
-        return blocks + added
-
-    @cute.jit
-    def strands_log2(self, pieces: Int32, most: Int32) -> Int32:
-        """As many strands as it takes to have all pieces of a row in flight at once, in powers of two; at most 2^most."""
-        found = Int32(0)
-        for i in cutlass.range_constexpr(STRANDS_LOG2):
-            found += Int32(1) if pieces > BATCH << i else Int32(0)
-        return cutlass.min(found, most)
-
-    @cute.jit
-    def split_of(self, sEnds: cute.Tensor, count: Int32, block: Int32) -> tuple[Int32, Int32]:
-        """Which split request a block belongs to, and the request's first block; anything for a block past the end."""
-        low, high = Int32(0), cutlass.max(count - 1, 0)
-        while low < high:
-            middle = (low + high) // 2
-            beyond = sEnds[middle] <= block
-            low = middle + 1 if beyond else low
-            high = high if beyond else middle
-        first_block = sEnds[low - 1] if low > 0 else Int32(0)
-        return low, first_block
+    def load_quad(self, pointer: cute.Pointer) -> cute.TensorSSA:
+        """Four words of the schedule. A test on the CPU reads them from the host's memory instead."""
+        return load_quad_from_l2(pointer)
 
     @cute.jit
     def add_pieces(

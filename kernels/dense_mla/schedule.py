@@ -31,7 +31,8 @@ from .problem import FIXED_COST
 WHOLE_SLACK = 16  # ranges may exceed the quantum by this fraction of it where that keeps every request whole
 HEADER_WORDS = 8  # word 0: split requests; the rest is padding
 RANGE_WORDS = 8  # first_request, first_tile, last_request, end_tile, first_slot, last_slot, page of first_tile, 1 of padding
-SPLIT_WORDS = 4  # request, first_slot, pieces, 1 of padding
+SHARE_WORDS = 8  # of a merge CTA, `merge_plan.MergeShare`: request, first_slot, pieces, split, block, blocks, most, 1 of padding
+SPLIT_WORDS = 4  # request, first_slot, pieces, its number in this list: a share begins with a copy of these
 NO_SLOT = -1
 INVARIANT_PIECES = 32  # at most, of a request cut by its own length
 INVARIANT_STEP = 4  # tiles; the length of such a piece is a multiple of it
@@ -87,9 +88,13 @@ def max_slots(num_requests: int, num_ranges: int, batch_invariant: bool = False)
     return min(num_requests + num_ranges - 1, 2 * num_ranges) if num_requests else 0
 
 
-def schedule_words(num_ranges: int, max_requests: int, batch_invariant: bool = False) -> int:
-    """int32 words of the device's schedule buffer. Cut by their own length, all requests may be split; otherwise fewer than there are ranges."""
-    return HEADER_WORDS + num_ranges * RANGE_WORDS + (max_requests if batch_invariant else num_ranges) * SPLIT_WORDS
+def schedule_words(num_ranges: int, max_requests: int, merge_ctas: int, batch_invariant: bool = False) -> int:
+    """int32 words of the device's schedule buffer: header, ranges, shares of the merge's CTAs, split requests, in this order.
+
+    Cut by their own length, all requests may be split; otherwise fewer than there are ranges.
+    """
+    max_splits = max_requests if batch_invariant else num_ranges
+    return HEADER_WORDS + num_ranges * RANGE_WORDS + merge_ctas * SHARE_WORDS + max_splits * SPLIT_WORDS
 
 
 def plan(

@@ -1,6 +1,7 @@
 """The schedule on the device: one CTA, once a step, from the lengths and the block table that the step has on the device.
 
-The arithmetic and its names are those of schedule.py, which says what the numbers mean; `schedule.plan` is the same in Python integers.
+The arithmetic and its names are those of schedule.py, which says what the numbers mean; `schedule.plan` is the same in Python integers. What the
+merge's CTAs have to do follows from the split requests and is written here too (merge_shares.py): it is the same in every layer of the step.
 """
 
 from typing import Any
@@ -12,6 +13,8 @@ from cutlass import Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .block_scan import block_scan
+from .merge_plan import STRANDS_LOG2
+from .merge_shares import FIRST_SLOT, PIECES, REQUEST, SPLIT, MergeShares, share_tensors
 from .paged_kv import PageTiling
 from .problem import DecodeProblem
 from .schedule import (
@@ -20,7 +23,6 @@ from .schedule import (
     MAX_REQUESTS,
     NO_SLOT,
     RANGE_WORDS,
-    SPLIT_WORDS,
     WHOLE_SLACK,
     invariant_piece_tiles,
 )
@@ -30,37 +32,55 @@ WARPS = THREADS // 32
 
 
 class ScheduleKernel:
-    """Writes the schedule buffer: [0] split requests, then RANGE_WORDS for each range, then SPLIT_WORDS for each split request."""
+    """Writes the schedule buffer.
+
+    [0] split requests, then RANGE_WORDS for each range, SHARE_WORDS for each merge CTA, and SPLIT_WORDS for each split request. The rows of a
+    request and the number of merge CTAs are arguments of the launch: the kernel is shared by problems of different heads.
+    """
 
     def __init__(self, problem: DecodeProblem, dependent_launch: bool = True):
         self.dependent_launch = dependent_launch
         self.tiling = PageTiling(problem.page_size)
         self.batch_invariant = problem.batch_invariant
         self.fixed_cost = problem.fixed_cost
+        self.shares = MergeShares(problem.batch_invariant, THREADS)
 
     @cute.jit
     def __call__(
-        self, mSeqLens: cute.Tensor, mTable: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32, stream: cuda.CUstream
+        self,
+        mSeqLens: cute.Tensor,
+        mTable: cute.Tensor,
+        mSchedule: cute.Tensor,
+        num_ranges: Int32,
+        rows: Int32,
+        merge_ctas: Int32,
+        stream: cuda.CUstream,
     ) -> None:
-        self.kernel(mSeqLens, mTable, mSchedule, num_ranges).launch(
+        self.kernel(mSeqLens, mTable, mSchedule, num_ranges, rows, merge_ctas).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.dependent_launch
         )
 
     @cute.kernel
-    def kernel(self, mSeqLens: cute.Tensor, mTable: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32) -> None:
+    def kernel(
+        self, mSeqLens: cute.Tensor, mTable: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32, rows: Int32, merge_ctas: Int32
+    ) -> None:
         thread = cute.arch.thread_idx()[0]
         requests = mSeqLens.shape[0]
 
         @cute.struct
         class Storage:
             starts: cute.struct.MemRange[Int32, MAX_REQUESTS + 1]
-            splits_before: cute.struct.MemRange[Int32, MAX_REQUESTS]
+            splits_before: cute.struct.MemRange[Int32, 1 if self.batch_invariant else MAX_REQUESTS]
+            pieces: cute.struct.MemRange[Int32, self.shares.max_splits]
+            strand_counts: cute.struct.MemRange[Int32, STRANDS_LOG2 + 1]
             warp_sums: cute.struct.MemRange[Int32, WARPS]
             too_long: cute.struct.MemRange[Int32, 1]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         sStarts = storage.starts.get_tensor(cute.make_layout((MAX_REQUESTS + 1,)))
         sSplitsBefore = storage.splits_before.get_tensor(cute.make_layout((MAX_REQUESTS,)))
+        sPieces = storage.pieces.get_tensor(cute.make_layout((self.shares.max_splits,)))
+        sCounts = storage.strand_counts.get_tensor(cute.make_layout((STRANDS_LOG2 + 1,)))
         sTooLong = storage.too_long.get_tensor(cute.make_layout((1,)))
         sWarpSums = storage.warp_sums.get_tensor(cute.make_layout((WARPS,)))
         if cutlass.const_expr(self.dependent_launch):
@@ -81,15 +101,24 @@ class ScheduleKernel:
         if thread == 0:
             sStarts[requests] = total
             sTooLong[0] = 0
+        if thread <= STRANDS_LOG2:
+            sCounts[thread] = 0
         cute.arch.sync_threads()
         quantum = cutlass.max((total + num_ranges - 1) // num_ranges, 1)
 
+        gShares, gSplits = share_tensors(mSchedule, num_ranges, merge_ctas)
+        notes = (sPieces, sCounts)
         if cutlass.const_expr(self.batch_invariant):
-            self.write_invariant_ranges(mSeqLens, mSchedule, sStarts, sWarpSums, requests, num_ranges, quantum, thread)
+            splits = self.write_invariant_ranges(mSeqLens, mSchedule, gSplits, notes, sStarts, sWarpSums, requests, num_ranges, quantum, thread)
         else:
-            self.write_ranges(mSchedule, sStarts, sSplitsBefore, sWarpSums, sTooLong, requests, num_ranges, quantum, thread)
+            splits = self.write_ranges(
+                mSchedule, gSplits, notes, sStarts, sSplitsBefore, sWarpSums, sTooLong, requests, num_ranges, quantum, thread
+            )
 
-        # Step 3: the page of each range's first tile. A thread reads what it wrote itself.
+        # Step 3: what each CTA of the merge has to do.
+        self.shares.write(gShares, gSplits, notes, sWarpSums, splits, rows, merge_ctas, thread)
+
+        # Step 4: the page of each range's first tile. A thread reads what it wrote itself.
         for index in cutlass.range(thread, num_ranges, THREADS, unroll=1):
             words = cute.make_tensor(mSchedule.iterator + HEADER_WORDS + index * RANGE_WORDS, cute.make_layout((RANGE_WORDS,)))
             request, tile = words[0], words[1]
@@ -99,7 +128,7 @@ class ScheduleKernel:
                     page = mTable[request, self.tiling.first_key(tile) // self.tiling.page_size]
             words[6] = page
 
-        # Step 4: only now may the forward start: it reads its range before it waits for our end.
+        # Step 5: only now may the forward start: it reads its range before it waits for our end, and so does the merge behind it with its share.
         if cutlass.const_expr(self.dependent_launch):
             cute.arch.fence_acq_rel_gpu()
             cute.arch.sync_threads()
@@ -119,14 +148,16 @@ class ScheduleKernel:
         self,
         mSeqLens: cute.Tensor,
         mSchedule: cute.Tensor,
+        gSplits: cute.Tensor,
+        notes: tuple[cute.Tensor, cute.Tensor],
         sStarts: cute.Tensor,
         sWarpSums: cute.Tensor,
         requests: Int32,
         num_ranges: Int32,
         quantum: Int32,
         thread: Int32,
-    ) -> None:
-        """Every request cut by its own length; a range takes the pieces that start in it."""
+    ) -> Int32:
+        """Every request cut by its own length; a range takes the pieces that start in it. The number of split requests."""
         split_requests = Int32(0)
         for base in cutlass.range(0, requests, THREADS, unroll=1):
             request = base + thread
@@ -135,7 +166,7 @@ class ScheduleKernel:
                 count = self.pieces(self.tiling.num_tiles(mSeqLens[request]))
             before, added = block_scan(Int32(1) if count > 1 else Int32(0), sWarpSums, thread, WARPS)
             if count > 1:
-                self.write_split(mSchedule, num_ranges, split_requests + before, request, request * INVARIANT_PIECES, count)
+                self.write_split(gSplits, notes, split_requests + before, request, request * INVARIANT_PIECES, count)
             split_requests += added
         if thread == 0:
             mSchedule[0] = split_requests
@@ -155,6 +186,7 @@ class ScheduleKernel:
                 if first_piece == end_piece:
                     last = first - 1  # idle
             self.write_range(mSchedule, index, first, first_tile, last, end_tile, Int32(NO_SLOT), Int32(NO_SLOT))
+        return split_requests
 
     @cute.jit
     def first_piece(self, mSeqLens: cute.Tensor, sStarts: cute.Tensor, requests: Int32, unit: Int32) -> tuple[Int32, Int32]:
@@ -174,6 +206,8 @@ class ScheduleKernel:
     def write_ranges(
         self,
         mSchedule: cute.Tensor,
+        gSplits: cute.Tensor,
+        notes: tuple[cute.Tensor, cute.Tensor],
         sStarts: cute.Tensor,
         sSplitsBefore: cute.Tensor,
         sWarpSums: cute.Tensor,
@@ -182,8 +216,8 @@ class ScheduleKernel:
         num_ranges: Int32,
         quantum: Int32,
         thread: Int32,
-    ) -> None:
-        """Whole requests where the slack allows it, cuts anywhere otherwise."""
+    ) -> Int32:
+        """Whole requests where the slack allows it, cuts anywhere otherwise. The number of split requests."""
         # Step 2: may every request stay whole, in the range where it starts?
         for index in cutlass.range(thread, num_ranges, THREADS, unroll=1):
             first = self.first_start(sStarts, requests, index * quantum)
@@ -191,18 +225,22 @@ class ScheduleKernel:
             if sStarts[end] - sStarts[first] > quantum + quantum // WHOLE_SLACK:
                 sTooLong[0] = 1
         cute.arch.sync_threads()
+        splits = Int32(0)
         if sTooLong[0] == 0:
             for index in cutlass.range(thread, num_ranges, THREADS, unroll=1):
                 self.write_whole_range(mSchedule, sStarts, requests, index, quantum)
             if thread == 0:
                 mSchedule[0] = 0
         else:
-            self.write_cut_ranges(mSchedule, sStarts, sSplitsBefore, sWarpSums, requests, num_ranges, quantum, thread)
+            splits = self.write_cut_ranges(mSchedule, gSplits, notes, sStarts, sSplitsBefore, sWarpSums, requests, num_ranges, quantum, thread)
+        return splits
 
     @cute.jit
     def write_cut_ranges(
         self,
         mSchedule: cute.Tensor,
+        gSplits: cute.Tensor,
+        notes: tuple[cute.Tensor, cute.Tensor],
         sStarts: cute.Tensor,
         sSplitsBefore: cute.Tensor,
         sWarpSums: cute.Tensor,
@@ -210,8 +248,8 @@ class ScheduleKernel:
         num_ranges: Int32,
         quantum: Int32,
         thread: Int32,
-    ) -> None:
-        """A cut every `quantum` units: the split requests, numbered, and then the ranges, which need the numbers."""
+    ) -> Int32:
+        """A cut every `quantum` units: the split requests, numbered, and then the ranges, which need the numbers. How many are split."""
         split_requests = Int32(0)
         for base in cutlass.range(0, requests, THREADS, unroll=1):
             request = base + thread
@@ -224,21 +262,21 @@ class ScheduleKernel:
             if request < requests:
                 sSplitsBefore[request] = before
             if first_range < last_range:
-                self.write_split(mSchedule, num_ranges, before, request, first_range + before, last_range - first_range + 1)
+                self.write_split(gSplits, notes, before, request, first_range + before, last_range - first_range + 1)
             split_requests += added
         if thread == 0:
             mSchedule[0] = split_requests
         cute.arch.sync_threads()
         for index in cutlass.range(thread, num_ranges, THREADS, unroll=1):
             self.write_cut_range(mSchedule, sStarts, sSplitsBefore, requests, index, quantum)
+        return split_requests
 
     @cute.jit
-    def write_split(self, mSchedule: cute.Tensor, num_ranges: Int32, index: Int32, request: Int32, first_slot: Int32, pieces: Int32) -> None:
-        words = mSchedule.iterator + HEADER_WORDS + num_ranges * RANGE_WORDS + index * SPLIT_WORDS
-        words = cute.make_tensor(words, cute.make_layout((SPLIT_WORDS,)))
-        words[0] = request
-        words[1] = first_slot
-        words[2] = pieces
+    def write_split(
+        self, gSplits: cute.Tensor, notes: tuple[cute.Tensor, cute.Tensor], index: Int32, request: Int32, first_slot: Int32, pieces: Int32
+    ) -> None:
+        gSplits[REQUEST, index], gSplits[FIRST_SLOT, index], gSplits[PIECES, index], gSplits[SPLIT, index] = request, first_slot, pieces, index
+        self.shares.note(notes, index, pieces)
 
     @cute.jit
     def write_range(
@@ -326,8 +364,8 @@ class ScheduleKernel:
 
 
 def fake_arguments() -> tuple[Any, ...]:
-    """Arguments for `cute.compile`: batch and number of ranges vary."""
+    """Arguments for `cute.compile`: batch, number of ranges, rows of a request and CTAs of the merge vary."""
     seq_lens = make_fake_tensor(Int32, (cute.sym_int(),), (1,))
     table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
     schedule = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
-    return seq_lens, table, schedule, Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)
+    return seq_lens, table, schedule, Int32(1), Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)

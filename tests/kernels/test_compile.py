@@ -76,6 +76,9 @@ def test_every_kernel_of_a_problem(problem: DecodeProblem, tmp_path: Path) -> No
     assert forward.count("UTMALDG") > 0 and forward.count("USETMAXREG") == 2
     # Programmatic dependent launch: each kernel waits for the one before it, and lets the next one queue up.
     assert all(code.count("ACQBULK") == 1 and code.sass.count("PREEXIT") == 1 for code in (forward, merge, schedule))
+    # A merge CTA that starts last has all of this on its way: the two loads of its share, and no barrier.
+    before_the_wait = merge.sass.partition("ACQBULK")[0]
+    assert re.findall(r"\b(?:LDG\.E\.128\S*|LDG|LDS|BAR)\b", before_the_wait) == ["LDG.E.128.STRONG.GPU"] * 2
 
 
 @pytest.mark.parametrize("tile_rows", [8, 16, 24, 32, 48, 64])

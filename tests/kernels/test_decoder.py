@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -13,10 +13,11 @@ import cases
 from dense_mla import reference
 from dense_mla.decoder import DenseMLADecoder
 from dense_mla.kernel_cache import KernelCache
+from dense_mla.merge_plan import merge_shares
 from dense_mla.paged_kv import PageTiling
 from dense_mla.problem import DecodeProblem
 from dense_mla.reference import attention, relative_l2
-from dense_mla.schedule import HEADER_WORDS, RANGE_WORDS, SPLIT_WORDS, Schedule, plan
+from dense_mla.schedule import HEADER_WORDS, RANGE_WORDS, SHARE_WORDS, SPLIT_WORDS, Schedule, Split, plan
 from dense_mla.workspace import workspace_views
 from steps import CANARY_BYTES, DEVICE, DTYPES, Step, captured, decode
 
@@ -52,11 +53,11 @@ def test_many_requests_whole_and_split() -> None:
     decode(cases.gaussian([rng.choice([0, rng.randint(1, 900)]) for _ in range(256)], DEVICE, heads=8), torch.bfloat16)
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 944])
-def test_the_device_plans_what_the_host_plans(page_size: int) -> None:
+@pytest.mark.parametrize(("page_size", "heads"), [(16, 12), (32, 1), (48, 64), (64, 16), (80, 128), (944, 12)])
+def test_the_device_plans_what_the_host_plans(page_size: int, heads: int) -> None:
     """Also the same for both partial dtypes: the schedule kernel is not even told."""
     rng = random.Random(page_size)
-    step = Step.of(cases.gaussian([1], DEVICE, page_size=page_size), torch.bfloat16, max_requests=4096)
+    step = Step.of(cases.gaussian([1], DEVICE, heads=heads, page_size=page_size), torch.bfloat16, max_requests=4096)
     batches = [
         [rng.choice([0, rng.randint(0, longest)]) for _ in range(rng.randint(1, size))]
         for longest in (1, 70, 5000, 300_000)
@@ -68,7 +69,7 @@ def test_the_device_plans_what_the_host_plans(page_size: int) -> None:
         table = numbered_table(len(seq_lens), -(-max(seq_lens) // page_size))
         step.decoder.schedule(torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), table, step.schedule)
         expected = plan(seq_lens, page_size, step.decoder.num_ranges)
-        assert_same_plan(step.schedule.tolist(), expected, step.decoder.num_ranges, seq_lens, PageTiling(page_size), table)
+        assert_same_plan(step.schedule.tolist(), expected, step.decoder, seq_lens, table)
 
 
 def numbered_table(requests: int, width: int) -> torch.Tensor:
@@ -76,10 +77,9 @@ def numbered_table(requests: int, width: int) -> torch.Tensor:
     return torch.arange(requests * (width + 1), dtype=torch.int32, device=DEVICE).view(requests, width + 1)
 
 
-def assert_same_plan(
-    words: list[int], expected: Schedule, num_ranges: int, seq_lens: list[int], tiling: PageTiling, table: torch.Tensor
-) -> None:
-    pages = table.tolist()
+def assert_same_plan(words: list[int], expected: Schedule, decoder: DenseMLADecoder, seq_lens: list[int], table: torch.Tensor) -> None:
+    problem, num_ranges, num_ctas = decoder.problem, decoder.num_ranges, decoder.sm_count
+    pages, tiling = table.tolist(), PageTiling(problem.page_size)
     for index, r in enumerate(expected.ranges):
         at = HEADER_WORDS + index * RANGE_WORDS
         first, first_tile, last, end_tile, first_slot, last_slot = words[at : at + 6]
@@ -91,9 +91,13 @@ def assert_same_plan(
         else:
             assert last < first, "an idle CTA has no request"
     assert words[0] == len(expected.splits)
+    at = HEADER_WORDS + num_ranges * RANGE_WORDS
+    for share in merge_shares(expected.splits, problem.rows, num_ctas, problem.batch_invariant):
+        assert words[at : at + SHARE_WORDS - 1] == list(astuple(share))
+        at += SHARE_WORDS
     for index, s in enumerate(expected.splits):
-        at = HEADER_WORDS + num_ranges * RANGE_WORDS + index * SPLIT_WORDS
-        assert words[at : at + 3] == [s.request, s.first_slot, s.pieces]
+        assert words[at : at + SPLIT_WORDS] == [s.request, s.first_slot, s.pieces, index]
+        at += SPLIT_WORDS
 
 
 @pytest.mark.parametrize("partial_dtype", DTYPES, ids=str)
@@ -185,9 +189,8 @@ def test_buckets_captured_once_replay_in_any_order() -> None:
 def test_merge_of_pieces_that_saw_nothing(pieces: int, partial_dtype: torch.dtype) -> None:
     """Fault 5: -inf minus -inf. All pieces empty: 0 and -inf. One of them with keys: that one, whatever NaN the empty ones' values hold."""
     step = Step.of(cases.gaussian([64 * 132], DEVICE, heads=3), partial_dtype)
-    words = torch.zeros_like(step.schedule)
-    words[0] = 1
-    words[HEADER_WORDS + step.decoder.num_ranges * RANGE_WORDS + 2] = pieces
+    shares = [word for share in merge_shares([Split(0, 0, pieces)], 3, 264) for word in (*astuple(share), 0)]
+    words = torch.tensor([0] * (HEADER_WORDS + step.decoder.num_ranges * RANGE_WORDS) + shares, dtype=torch.int32, device=DEVICE)
     out_partial, lse_partial = workspace_views(step.decoder.problem, step.workspace[:-CANARY_BYTES], 132)
     lse_partial.fill_(-math.inf)
     lse_partial[pieces - 1, 0, 1], out_partial[pieces - 1, 0, 1] = 3.0, 0.5

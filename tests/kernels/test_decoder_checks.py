@@ -120,7 +120,7 @@ BAD: dict[str, tuple[str, Callable[[torch.Tensor], object], str]] = {
     "lens dtype": ("seq_lens", lambda s: s.long(), r"seq_lens must be torch\.int32, got torch\.int64"),
     "too many requests": ("seq_lens", lambda s: torch.zeros(9, dtype=s.dtype), r"seq_lens holds 9 requests, the decoder was prepared for at most 8"),
     "lens apart": ("seq_lens", lambda s: s.repeat(2)[::2], r"seq_lens must be contiguous \[requests\], got shape \(3,\), strides \(2,\)"),
-    "schedule size": ("schedule", lambda s: s[:-1], r"schedule must be a buffer of empty_schedule\(\) \(1592 words\), got shape \(1591,\)"),
+    "schedule size": ("schedule", lambda s: s[:-1], r"schedule must be a buffer of empty_schedule\(\) \(2648 words\), got shape \(2647,\)"),
     "workspace dtype": ("workspace", lambda w: w.view(torch.int8), r"workspace must be torch\.uint8, got torch\.int8"),
     "workspace size": ("workspace", lambda w: w[:-256], r"workspace must be contiguous uint8 of at least \d+ bytes for 3 requests"),
     "workspace alignment": ("workspace", lambda w: shifted(w, 16), r"aligned to 256, got shape \(\d+,\) at an address 16 past a multiple"),

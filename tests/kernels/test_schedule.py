@@ -143,9 +143,9 @@ def test_one_cta_splits_nothing() -> None:
     assert not check([5000, 0, 943], 944, 1).splits
 
 
-def test_the_device_buffer_holds_a_header_a_range_and_a_split_for_each_cta() -> None:
-    assert schedule_words(132, 256) == 8 + 132 * 12
-    assert schedule_words(132, 256, batch_invariant=True) == 8 + 132 * 8 + 256 * 4
+def test_the_device_buffer_holds_a_header_a_range_and_a_split_for_each_cta_and_a_share_for_each_of_the_merge() -> None:
+    assert schedule_words(66, 256, 132) == 8 + 66 * 12 + 132 * 8
+    assert schedule_words(66, 256, 132, batch_invariant=True) == 8 + 66 * 8 + 132 * 8 + 256 * 4
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

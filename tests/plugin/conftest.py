@@ -150,7 +150,7 @@ class ReferenceDecoder:
     def empty_schedule(self) -> torch.Tensor:
         from dense_mla.schedule import schedule_words
 
-        words = schedule_words(self.num_ranges, self.max_requests, self.problem.batch_invariant)
+        words = schedule_words(self.num_ranges, self.max_requests, self.sm_count, self.problem.batch_invariant)
         return torch.zeros(words, dtype=torch.int32, device=self.device)
 
     def schedule(self, seq_lens: torch.Tensor, block_table: torch.Tensor, schedule: torch.Tensor) -> None:
