@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from .compiled import LOG2_E, CompiledKernels, prepared_kernels
+from .merge_plan import MergeTile
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, DecodeProblem
 from .schedule import MAX_REQUESTS, schedule_words
 from .workspace import ALIGNMENT, WorkspaceSize, workspace_size, workspace_views
@@ -31,6 +32,8 @@ class DenseMLADecoder:
         self._schedule_words = schedule_words(self.num_ranges, max_requests, self.sm_count, problem.batch_invariant)
         sizes = (workspace_size(problem, requests, self.sm_count) for requests in range(max_requests + 1))
         self._sizes = tuple((size.slots, size.total_bytes) for size in sizes)  # by requests: looked up in every layer of every step
+        tile = MergeTile.of(problem.rows)
+        self._merge_work = (problem.rows * tile.row_vectors, tile.batch, self.sm_count)  # what the schedule shares out
         self._kernels = kernels
 
     @classmethod
@@ -84,7 +87,7 @@ class DenseMLADecoder:
         self._check_table(block_table, seq_lens.shape[0], None)
         self._check_schedule(schedule)
         if seq_lens.shape[0]:
-            self._kernels.schedule(seq_lens, block_table, schedule, self.num_ranges, self.problem.rows, self.sm_count)
+            self._kernels.schedule(seq_lens, block_table, schedule, self.num_ranges, *self._merge_work)
 
     def run(
         self,

@@ -3,10 +3,11 @@
 This is the log-sum-exp rule by which FlashDecoding and FlashAttention combine splits. `out_i` is normalised by its own sum and `lse_i`
 is in base 2; the LSE handed out is in natural log. Pieces are added in a fixed order: the same bits for the same schedule.
 
-A thread owns four columns of one row. The longer a request's list of pieces, the more threads ("strands") share it, so that a row's pieces
-are all in flight at once and one long request fills the GPU, also among many short ones: up to four strands in a warp, whose sums meet by
-shuffles, and up to eight warps, whose sums meet in shared memory; fewer where the GPU would not hold all strands at once. Requests that one
-CTA covered are not touched.
+A thread owns four or eight columns of one row. The longer a request's list of pieces, the more threads ("strands") share it, so that a row's
+pieces are all in flight at once and one long request fills the GPU, also among many short ones: up to four strands in a warp, whose sums meet
+by shuffles, and up to eight warps, whose sums meet in shared memory; fewer where the GPU would not hold all strands at once. Many rows leave
+room for few strands: their threads own more columns and load more pieces at once (MergeTile in merge_plan.py). Requests that one CTA covered
+are not touched.
 
 Which blocks a CTA works on stands in the schedule (merge_plan.py). A CTA that starts last, because its SM was busy with the forward until the
 end, has everything that it does before its first load of a piece on the way of the whole GPU: that is two loads of its own share.
@@ -26,7 +27,7 @@ from cutlass._mlir import ir
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.cutlass_dsl import dsl_user_op
 
-from .merge_plan import BATCH, LANE_STRANDS_LOG2, ROW_VECTORS, THREADS, VECTOR, WARP_STRANDS_LOG2, split_blocks
+from .merge_plan import LANE_STRANDS_LOG2, THREADS, WARP_STRANDS_LOG2, MergeTile, split_blocks
 from .merge_shares import BLOCK, BLOCKS, FIRST_SLOT, MOST, PIECES, REQUEST, SPLIT, share_tensors, strands_log2
 from .problem import HEAD_DIM_V, DecodeProblem
 from .schedule import SHARE_WORDS, SPLIT_WORDS
@@ -45,7 +46,7 @@ def load_quad_from_l2(pointer: cute.Pointer, *, loc: Any = None, ip: Any = None)
 
 
 class Merge:
-    """The merge kernel of one problem: the partial dtype is a compile-time fact, the batch and the number of pieces are not.
+    """The merge kernel of one problem: rows, tile and partial dtype are compile-time facts, the batch and the number of pieces are not.
 
     `shared_memory_bytes`: what a CTA is launched with.
     """
@@ -54,9 +55,14 @@ class Merge:
         self.dependent_launch = dependent_launch
         self.shared_memory_bytes = shared_memory_bytes
         self.rows = problem.rows
+        self.tile = MergeTile.of(problem.rows)
+        self.vectors = self.rows * self.tile.row_vectors  # of a request
         self.heads = problem.num_heads
         self.out_dtype = cutlass_dtype(problem.query_dtype)
         self.partial_dtype = cutlass_dtype(problem.partial_dtype)
+        # Eight columns of BF16 stay words of two until every load of the round is out: taking them apart waits for them, and ptxas put that
+        # between the loads.
+        self.pairs = self.tile.vector == 8 and self.partial_dtype.width == 16
         self.return_lse = problem.return_lse
 
     @cute.jit
@@ -78,6 +84,8 @@ class Merge:
         self.kernel(gOutPartial, gLsePartial, mSchedule, mOut, mLse, num_ranges, num_ctas).launch(
             grid=(num_ctas, 1, 1),
             block=(THREADS, 1, 1),
+            # One CTA an SM is what its shared memory allows. Left to itself, ptxas saves registers for two, and loads later for it.
+            min_blocks_per_mp=1 if self.pairs else 0,
             smem=self.shared_memory_bytes,
             stream=stream,
             use_pdl=self.dependent_launch,
@@ -99,12 +107,14 @@ class Merge:
 
         @cute.struct
         class Storage:
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, THREADS * VECTOR], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, THREADS * self.tile.vector], 16]
             weights: cute.struct.MemRange[Float32, THREADS]
             maxima: cute.struct.MemRange[Float32, THREADS]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        sSums = storage.sums.get_tensor(cute.make_layout((VECTOR, 32, WARPS)))
+        # Quads of columns of all lanes side by side: 16 bytes a lane without bank conflicts.
+        quads = ((4, self.tile.vector // 4), 32, WARPS)
+        sSums = storage.sums.get_tensor(cute.make_layout(quads, stride=((1, 4 * 32), 4, self.tile.vector * 32)))
         sWeights = storage.weights.get_tensor(cute.make_layout((32, WARPS)))
         sMaxima = storage.maxima.get_tensor(cute.make_layout((32, WARPS)))
 
@@ -127,12 +137,12 @@ class Merge:
             request, first, pieces = place[REQUEST], place[FIRST_SLOT], place[PIECES]
             lane_log2 = cutlass.min(strands, LANE_STRANDS_LOG2)
             warp_log2 = strands - lane_log2
-            exists = vector < self.rows * ROW_VECTORS
+            exists = vector < self.vectors
             # A thread without work of its own repeats the last row, so that shuffles and barriers meet everyone.
-            vector = cutlass.min(vector, self.rows * ROW_VECTORS - 1)
-            row, column = vector // ROW_VECTORS, vector % ROW_VECTORS
+            vector = cutlass.min(vector, self.vectors - 1)
+            row, column = vector // self.tile.row_vectors, vector % self.tile.row_vectors
             self.walk_on(gSplits.iterator, place, strands)  # before the pieces: the next split request then arrives behind them
-            total = cute.make_rmem_tensor((VECTOR,), Float32)
+            total = cute.make_rmem_tensor((self.tile.vector,), Float32)
             maximum, weight = self.add_pieces(mOutPartial, mLsePartial, total, first, pieces, row, column, strand, Int32(1) << strands)
             maximum, weight = self.add_lanes(total, maximum, weight, lane_log2)
             if warp_log2 > 0:
@@ -154,7 +164,7 @@ class Merge:
         """To the next block, of the same split request or of the next one in the list. `strands`: log2 of the present one's."""
         place[BLOCK], place[BLOCKS] = place[BLOCK] + 1, place[BLOCKS] - 1
         if place[BLOCKS] > 0:
-            if place[BLOCK] == split_blocks(Int32(self.rows), strands):
+            if place[BLOCK] == split_blocks(Int32(self.vectors), strands):
                 place[BLOCK] = 0
                 entry = self.load_quad(splits + (place[SPLIT] + 1) * SPLIT_WORDS)
                 for i in cutlass.range_constexpr(SPLIT_WORDS):
@@ -166,7 +176,7 @@ class Merge:
 
         In a request's last block, that vector need not exist.
         """
-        strands = strands_log2(place[PIECES], place[MOST])
+        strands = strands_log2(place[PIECES], place[MOST], Int32(self.tile.batch))
         lane_log2 = cutlass.min(strands, LANE_STRANDS_LOG2)
         warp_log2 = strands - lane_log2
         warp_vectors_log2 = 5 - lane_log2  # of a warp: neighbouring columns of one row
@@ -197,26 +207,26 @@ class Merge:
 
         Each strand goes by its own maximum: a look at the LSEs of all pieces would touch a line of memory for every one of them.
         """
-        lse = cute.make_rmem_tensor((BATCH,), Float32)
-        values = cute.make_rmem_tensor((VECTOR, BATCH), self.partial_dtype)
+        lse = cute.make_rmem_tensor((self.tile.batch,), Float32)
+        loaded = self.empty_columns()
         maximum, weight = -Float32.inf, Float32(0.0)
         total.fill(0.0)
-        for base in cutlass.range(strand, pieces, strands * BATCH, unroll=1):
-            self.load_pieces(mOutPartial, mLsePartial, lse, values, first, pieces, row, column, base, strands)
+        for base in cutlass.range(strand, pieces, strands * self.tile.batch, unroll=1):
+            self.load_pieces(mOutPartial, mLsePartial, lse, loaded, first, pieces, row, column, base, strands)
             new_maximum = maximum
-            for i in cutlass.range_constexpr(BATCH):
+            for i in cutlass.range_constexpr(self.tile.batch):
                 new_maximum = cute.arch.fmax(new_maximum, lse[i])
             reference = self.finite(new_maximum)
             factor = cute.math.exp2(maximum - reference, fastmath=True)
             weight = weight * factor
-            for j in cutlass.range_constexpr(VECTOR):
+            for j in cutlass.range_constexpr(self.tile.vector):
                 total[j] = total[j] * factor
-            for i in cutlass.range_constexpr(BATCH):
+            for i in cutlass.range_constexpr(self.tile.batch):
                 w = cute.math.exp2(lse[i] - reference, fastmath=True)
                 weight += w
-                for j in cutlass.range_constexpr(VECTOR):
+                for j in cutlass.range_constexpr(self.tile.vector):
                     # An empty piece's values were never written: not even times 0. A NaN is not 0: it shows in the output.
-                    value = values[j, i].to(Float32)
+                    value = self.value(loaded, j, i)
                     total[j] = total[j] if w == 0.0 else total[j] + w * value
             maximum = new_maximum
         return maximum, weight
@@ -227,12 +237,19 @@ class Merge:
         return maximum if maximum > -Float32.inf else Float32(0.0)
 
     @cute.jit
+    def empty_columns(self) -> cute.Tensor:
+        """Registers for what a thread loads in a round, [values or pairs, pieces]."""
+        if cutlass.const_expr(self.pairs):
+            return cute.make_rmem_tensor((self.tile.vector // 2, self.tile.batch), Int32)
+        return cute.make_rmem_tensor((self.tile.vector, self.tile.batch), self.partial_dtype)
+
+    @cute.jit
     def load_pieces(
         self,
         mOutPartial: cute.Tensor,
         mLsePartial: cute.Tensor,
         lse: cute.Tensor,
-        values: cute.Tensor,
+        loaded: cute.Tensor,
         first: Int32,
         pieces: Int32,
         row: Int32,
@@ -240,14 +257,24 @@ class Merge:
         begin: Int32,
         strands: Int32,
     ) -> None:
-        """LSE and values of the BATCH pieces begin, begin + strands, ...; a piece past the end has weight 0."""
-        for i in cutlass.range_constexpr(BATCH):
+        """LSE and columns of the tile's pieces begin, begin + strands, ...; a piece past the end has weight 0."""
+        for i in cutlass.range_constexpr(self.tile.batch):
             piece = begin + i * strands
             lse[i] = -Float32.inf
             if piece < pieces:
                 lse[i] = mLsePartial[first + piece, row]
-                source = cute.local_tile(mOutPartial[first + piece, row, None], (VECTOR,), (column,))
-                cute.autovec_copy(source, values[None, i])
+                source = cute.local_tile(mOutPartial[first + piece, row, None], (self.tile.vector,), (column,))
+                cute.autovec_copy(cute.recast_tensor(source, loaded.element_type), loaded[None, i])
+
+    @cute.jit
+    def value(self, loaded: cute.Tensor, column: cutlass.Constexpr, piece: cutlass.Constexpr) -> Float32:
+        """One of the loaded values, in FP32."""
+        if cutlass.const_expr(not self.pairs):
+            return loaded[column, piece].to(Float32)
+        pair = loaded[column // 2, piece]
+        bits = cute.make_rmem_tensor((1,), Int32)
+        bits[0] = pair & -65536 if cutlass.const_expr(column % 2) else pair << 16  # BF16 is the upper half of FP32
+        return cute.recast_tensor(bits, Float32)[0]
 
     @cute.jit
     def add_lanes(self, total: cute.Tensor, maximum: Float32, weight: Float32, lane_log2: Int32) -> tuple[Float32, Float32]:
@@ -260,7 +287,7 @@ class Merge:
                 mine = cute.math.exp2(maximum - reference, fastmath=True)
                 others = cute.math.exp2(other_maximum - reference, fastmath=True)
                 weight = weight * mine + cute.arch.shuffle_sync_bfly(weight, offset=16 >> i) * others
-                for j in cutlass.range_constexpr(VECTOR):
+                for j in cutlass.range_constexpr(self.tile.vector):
                     total[j] = total[j] * mine + cute.arch.shuffle_sync_bfly(total[j], offset=16 >> i) * others
                 maximum = new_maximum
         return maximum, weight
@@ -292,13 +319,13 @@ class Merge:
             reference = self.finite(maximum)
             weight = Float32(0.0)
             total.fill(0.0)
-            part = cute.make_rmem_tensor((VECTOR,), Float32)
+            part = cute.make_rmem_tensor((self.tile.vector,), Float32)
             for i in cutlass.range_constexpr(1 << WARP_STRANDS_LOG2):
                 if i < warps:
                     factor = cute.math.exp2(sMaxima[lane, warp + i] - reference, fastmath=True)
                     weight += sWeights[lane, warp + i] * factor
                     cute.autovec_copy(sSums[None, lane, warp + i], part)
-                    for j in cutlass.range_constexpr(VECTOR):
+                    for j in cutlass.range_constexpr(self.tile.vector):
                         total[j] = total[j] + part[j] * factor
         cute.arch.sync_threads()
         return maximum, weight
@@ -317,10 +344,10 @@ class Merge:
     ) -> None:
         inverse = Float32(0.0) if weight == 0.0 else 1.0 / weight
         token, head = row // self.heads, row % self.heads
-        result = cute.make_rmem_tensor((VECTOR,), self.out_dtype)
-        for j in cutlass.range_constexpr(VECTOR):
+        result = cute.make_rmem_tensor((self.tile.vector,), self.out_dtype)
+        for j in cutlass.range_constexpr(self.tile.vector):
             result[j] = (total[j] * inverse).to(self.out_dtype)
-        cute.autovec_copy(result, cute.local_tile(mOut[request, token, head, None], (VECTOR,), (column,)))
+        cute.autovec_copy(result, cute.local_tile(mOut[request, token, head, None], (self.tile.vector,), (column,)))
         if cutlass.const_expr(self.return_lse):
             if column == 0:
                 mLse[request, token, head] = (maximum + cute.math.log2(weight, fastmath=True)) * LN2

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from .block_scan import block_scan
-from .merge_plan import BATCH, STRANDS_LOG2, split_blocks
+from .merge_plan import STRANDS_LOG2, split_blocks
 from .schedule import HEADER_WORDS, MAX_REQUESTS, RANGE_WORDS, SHARE_WORDS, SPLIT_WORDS
 
 REQUEST, FIRST_SLOT, PIECES, SPLIT, BLOCK, BLOCKS, MOST = range(7)  # words of a share; the first four are those of a split request
@@ -16,11 +16,11 @@ MAX_RANGES = 1024  # more than any GPU has SMs; without batch invariance, fewer 
 
 
 @cute.jit
-def strands_log2(pieces: Int32, most: Int32) -> Int32:
-    """As many strands as it takes to have all pieces of a row in flight at once, in powers of two; at most 2^most."""
+def strands_log2(pieces: Int32, most: Int32, batch: Int32) -> Int32:
+    """As many strands as it takes to have all pieces of a row in flight at once, `batch` each, in powers of two; at most 2^most."""
     found = Int32(0)
     for i in cutlass.range_constexpr(STRANDS_LOG2):
-        found += Int32(1) if pieces > BATCH << i else Int32(0)
+        found += Int32(1) if pieces > batch << i else Int32(0)
     return cutlass.min(found, most)
 
 
@@ -38,7 +38,8 @@ def share_tensors(mSchedule: cute.Tensor, num_ranges: Int32, num_ctas: Int32) ->
 class MergeShares:
     """Takes note of the pieces of every split request, in shared memory, and writes the share of every merge CTA.
 
-    `batch_invariant`: as of `DecodeProblem`. `threads`: of the CTA that this is part of.
+    `batch_invariant`: as of `DecodeProblem`. `threads`: of the CTA that this is part of. The notes, here and below, are the pieces, [splits]; the
+    split requests by log2 of the strands that they want, [STRANDS_LOG2 + 1], which start as zeros; and the batch of the merge's tile.
     """
 
     def __init__(self, batch_invariant: bool, threads: int):
@@ -47,42 +48,40 @@ class MergeShares:
         self.max_splits = MAX_REQUESTS if batch_invariant else MAX_RANGES
 
     @cute.jit
-    def note(self, notes: tuple[cute.Tensor, cute.Tensor], split: Int32, pieces: Int32) -> None:
-        """Keeps a split request's pieces, and counts it among those that want as many strands.
-
-        `notes`: [splits], and [STRANDS_LOG2 + 1], which starts as zeros.
-        """
-        sPieces, sCounts = notes
+    def note(self, notes: tuple[cute.Tensor, cute.Tensor, Int32], split: Int32, pieces: Int32) -> None:
+        """Keeps a split request's pieces, and counts it among those that want as many strands."""
+        sPieces, sCounts, batch = notes
         sPieces[split] = pieces
         if cutlass.const_expr(not self.batch_invariant):
-            cute.arch.atomic_add(sCounts.iterator + strands_log2(pieces, Int32(STRANDS_LOG2)), Int32(1), sem="relaxed", scope="cta")
+            wanted = strands_log2(pieces, Int32(STRANDS_LOG2), batch)
+            cute.arch.atomic_add(sCounts.iterator + wanted, Int32(1), sem="relaxed", scope="cta")
 
     @cute.jit
     def write(
         self,
         gShares: cute.Tensor,
         gSplits: cute.Tensor,
-        notes: tuple[cute.Tensor, cute.Tensor],
+        notes: tuple[cute.Tensor, cute.Tensor, Int32],
         sWarpSums: cute.Tensor,
         splits: Int32,
-        rows: Int32,
+        vectors: Int32,
         num_ctas: Int32,
         thread: Int32,
     ) -> None:
         """The shares, after all split requests were noted and written. Every thread of the CTA takes part.
 
-        The notes are used up: the blocks' ends take the pieces' place.
+        `vectors`: of a request's rows. The notes are used up: the blocks' ends take the pieces' place.
         """
-        sPieces, sCounts = notes
+        sPieces, sCounts, batch = notes
         blocks, most = Int32(0), Int32(STRANDS_LOG2)
         if splits > 0:
             cute.arch.sync_threads()  # the notes are there, and the split requests, which are read again
             if cutlass.const_expr(not self.batch_invariant):
-                most = self.most_strands_log2(sCounts, rows, num_ctas)
+                most = self.most_strands_log2(sCounts, vectors, num_ctas)
             for base in cutlass.range(0, splits, self.threads, unroll=1):
                 index, needed = base + thread, Int32(0)
                 if index < splits:
-                    needed = split_blocks(rows, strands_log2(sPieces[index], most))
+                    needed = split_blocks(vectors, strands_log2(sPieces[index], most, batch))
                 before, added = block_scan(needed, sWarpSums, thread, self.threads // 32)
                 if index < splits:
                     sPieces[index] = blocks + before + needed
@@ -93,7 +92,7 @@ class MergeShares:
             self.write_share(gShares, gSplits, sPieces, splits, blocks, most, num_ctas, cta)
 
     @cute.jit
-    def most_strands_log2(self, sCounts: cute.Tensor, rows: Int32, num_ctas: Int32) -> Int32:
+    def most_strands_log2(self, sCounts: cute.Tensor, vectors: Int32, num_ctas: Int32) -> Int32:
         """Log2 of the most strands with which every block still has a CTA of its own; 0 where the blocks are too many in any case.
 
         `sCounts`: split requests by log2 of the strands that they want.
@@ -102,7 +101,7 @@ class MergeShares:
         for log2 in cutlass.range_constexpr(1, STRANDS_LOG2 + 1):
             blocks = Int32(0)
             for wanted in cutlass.range_constexpr(STRANDS_LOG2 + 1):
-                blocks += sCounts[wanted] * split_blocks(rows, min(wanted, log2))
+                blocks += sCounts[wanted] * split_blocks(vectors, min(wanted, log2))
             most = Int32(log2) if blocks <= num_ctas else most  # more strands are never fewer blocks
         return most
 

@@ -34,8 +34,9 @@ WARPS = THREADS // 32
 class ScheduleKernel:
     """Writes the schedule buffer.
 
-    [0] split requests, then RANGE_WORDS for each range, SHARE_WORDS for each merge CTA, and SPLIT_WORDS for each split request. The rows of a
-    request and the number of merge CTAs are arguments of the launch: the kernel is shared by problems of different heads.
+    [0] split requests, then RANGE_WORDS for each range, SHARE_WORDS for each merge CTA, and SPLIT_WORDS for each split request. What
+    depends on the rows of a request is an argument of the launch, because the kernel is shared by problems of different heads: `merge_vectors`, of
+    a request, `merge_batch`, pieces of a strand in flight, and `merge_ctas`, the CTAs of the merge.
     """
 
     def __init__(self, problem: DecodeProblem, dependent_launch: bool = True):
@@ -52,17 +53,25 @@ class ScheduleKernel:
         mTable: cute.Tensor,
         mSchedule: cute.Tensor,
         num_ranges: Int32,
-        rows: Int32,
+        merge_vectors: Int32,
+        merge_batch: Int32,
         merge_ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        self.kernel(mSeqLens, mTable, mSchedule, num_ranges, rows, merge_ctas).launch(
+        self.kernel(mSeqLens, mTable, mSchedule, num_ranges, merge_vectors, merge_batch, merge_ctas).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.dependent_launch
         )
 
     @cute.kernel
     def kernel(
-        self, mSeqLens: cute.Tensor, mTable: cute.Tensor, mSchedule: cute.Tensor, num_ranges: Int32, rows: Int32, merge_ctas: Int32
+        self,
+        mSeqLens: cute.Tensor,
+        mTable: cute.Tensor,
+        mSchedule: cute.Tensor,
+        num_ranges: Int32,
+        merge_vectors: Int32,
+        merge_batch: Int32,
+        merge_ctas: Int32,
     ) -> None:
         thread = cute.arch.thread_idx()[0]
         requests = mSeqLens.shape[0]
@@ -107,7 +116,7 @@ class ScheduleKernel:
         quantum = cutlass.max((total + num_ranges - 1) // num_ranges, 1)
 
         gShares, gSplits = share_tensors(mSchedule, num_ranges, merge_ctas)
-        notes = (sPieces, sCounts)
+        notes = (sPieces, sCounts, merge_batch)
         if cutlass.const_expr(self.batch_invariant):
             splits = self.write_invariant_ranges(mSeqLens, mSchedule, gSplits, notes, sStarts, sWarpSums, requests, num_ranges, quantum, thread)
         else:
@@ -116,7 +125,7 @@ class ScheduleKernel:
             )
 
         # Step 3: what each CTA of the merge has to do.
-        self.shares.write(gShares, gSplits, notes, sWarpSums, splits, rows, merge_ctas, thread)
+        self.shares.write(gShares, gSplits, notes, sWarpSums, splits, merge_vectors, merge_ctas, thread)
 
         # Step 4: the page of each range's first tile. A thread reads what it wrote itself.
         for index in cutlass.range(thread, num_ranges, THREADS, unroll=1):
@@ -149,7 +158,7 @@ class ScheduleKernel:
         mSeqLens: cute.Tensor,
         mSchedule: cute.Tensor,
         gSplits: cute.Tensor,
-        notes: tuple[cute.Tensor, cute.Tensor],
+        notes: tuple[cute.Tensor, cute.Tensor, Int32],
         sStarts: cute.Tensor,
         sWarpSums: cute.Tensor,
         requests: Int32,
@@ -207,7 +216,7 @@ class ScheduleKernel:
         self,
         mSchedule: cute.Tensor,
         gSplits: cute.Tensor,
-        notes: tuple[cute.Tensor, cute.Tensor],
+        notes: tuple[cute.Tensor, cute.Tensor, Int32],
         sStarts: cute.Tensor,
         sSplitsBefore: cute.Tensor,
         sWarpSums: cute.Tensor,
@@ -240,7 +249,7 @@ class ScheduleKernel:
         self,
         mSchedule: cute.Tensor,
         gSplits: cute.Tensor,
-        notes: tuple[cute.Tensor, cute.Tensor],
+        notes: tuple[cute.Tensor, cute.Tensor, Int32],
         sStarts: cute.Tensor,
         sSplitsBefore: cute.Tensor,
         sWarpSums: cute.Tensor,
@@ -273,7 +282,7 @@ class ScheduleKernel:
 
     @cute.jit
     def write_split(
-        self, gSplits: cute.Tensor, notes: tuple[cute.Tensor, cute.Tensor], index: Int32, request: Int32, first_slot: Int32, pieces: Int32
+        self, gSplits: cute.Tensor, notes: tuple[cute.Tensor, cute.Tensor, Int32], index: Int32, request: Int32, first_slot: Int32, pieces: Int32
     ) -> None:
         gSplits[REQUEST, index], gSplits[FIRST_SLOT, index], gSplits[PIECES, index], gSplits[SPLIT, index] = request, first_slot, pieces, index
         self.shares.note(notes, index, pieces)
@@ -364,8 +373,8 @@ class ScheduleKernel:
 
 
 def fake_arguments() -> tuple[Any, ...]:
-    """Arguments for `cute.compile`: batch, number of ranges, rows of a request and CTAs of the merge vary."""
+    """Arguments for `cute.compile`: batch, number of ranges and what the merge's work depends on vary."""
     seq_lens = make_fake_tensor(Int32, (cute.sym_int(),), (1,))
     table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
     schedule = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
-    return seq_lens, table, schedule, Int32(1), Int32(1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)
+    return seq_lens, table, schedule, *[Int32(1)] * 4, make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -83,14 +83,14 @@ def test_views(
 
 
 def test_the_schedule_shares_out_the_merge_that_will_be_launched(launches: dict[str, tuple[Any, ...]]) -> None:
-    """Ranges, rows of a request and CTAs of the merge: here 96 rows in two row tiles."""
+    """Ranges, and of the merge a request's vectors, pieces in flight and CTAs: here 96 rows in two row tiles."""
     kernels = CompiledKernels(lambda *args: launches.update(schedule=args), print, print, row_tiles=2)
     decoder = DenseMLADecoder(DecodeProblem(48, PAGE_SIZE, query_len=2), torch.device("cpu"), 8, kernels)
     table, lens, schedule = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), decoder.empty_schedule()
     decoder.schedule(lens, table, schedule)
-    given, (ranges, rows, merge_ctas) = launches["schedule"][:3], launches["schedule"][3:]
+    given, (ranges, *merge_work) = launches["schedule"][:3], launches["schedule"][3:]
     assert [a is b for a, b in zip(given, (lens, table, schedule), strict=True)] == [True] * 3
-    assert (ranges, rows, merge_ctas) == (66, 96, 132)
+    assert (ranges, *merge_work) == (66, 96 * 64, 9, 132)
     assert schedule.shape == (8 + 66 * 12 + 132 * 8,)
 
 
