@@ -60,9 +60,9 @@ class Merge:
         self.heads = problem.num_heads
         self.out_dtype = cutlass_dtype(problem.query_dtype)
         self.partial_dtype = cutlass_dtype(problem.partial_dtype)
-        # Eight columns of BF16 stay words of two until every load of the round is out: taking them apart waits for them, and ptxas put that
-        # between the loads.
-        self.pairs = self.tile.vector == 8 and self.partial_dtype.width == 16
+        # BF16 values stay words of two until every load of the round is out: taking them apart waits for them, and ptxas put that between the
+        # loads.
+        self.pairs = self.partial_dtype.width == 16
         self.return_lse = problem.return_lse
 
     @cute.jit

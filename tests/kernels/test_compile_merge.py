@@ -1,4 +1,4 @@
-"""The machine code of the merge for many rows: nothing spills, and all loads of a round are out before one of them is waited for."""
+"""The machine code of the merge: nothing spills, and all loads of a round are out before one of them is waited for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from dense_mla.merge_plan import MergeTile
 from dense_mla.problem import DecodeProblem
 from test_compile import CAPABILITY, assert_no_spills, disassemble
 
+SHAPES = [
+    (1, 1), (8, 1), (12, 1), (16, 1), (17, 1), (32, 1), (33, 1), (12, 4), (7, 7), (64, 1), (16, 5), (96, 1), (128, 1), (128, 2),
+]  # fmt: skip
 LOAD_REGISTERS = {"LDG.E": 1, "LDG.E.64": 2, "LDG.E.128": 4}  # of the pieces; the schedule's loads have more in their names
 
 
@@ -39,13 +42,15 @@ def test_an_early_reader_is_found() -> None:
 
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("heads", "tokens"), [(17, 1), (32, 1), (33, 1), (12, 4), (7, 7), (64, 1), (16, 5), (96, 1), (128, 1), (128, 2)])
+@pytest.mark.parametrize(("heads", "tokens"), SHAPES)
 def test_one_round_of_loads(heads: int, tokens: int, dtype: torch.dtype, return_lse: bool, tmp_path: Path) -> None:
     problem = DecodeProblem(heads, 64, dtype, query_len=tokens, return_lse=return_lse)
     merge = kernel_sources(problem, CAPABILITY)[2].compile(compile_options(CAPABILITY, "--keep-cubin", f"--dump-dir {tmp_path}"))
-    code, batch = disassemble(merge, tmp_path), MergeTile.of(problem.rows).batch
+    code, tile = disassemble(merge, tmp_path), MergeTile.of(problem.rows)
+    value_bytes = tile.vector * dtype.itemsize
     assert_no_spills(code)
     loads, early = round_of_loads(code.sass)
-    assert sorted(loads) == ["LDG.E"] * batch + ["LDG.E.128"] * batch * (dtype.itemsize // 2)
+    values = ["LDG.E.64"] if value_bytes == 8 else ["LDG.E.128"] * (value_bytes // 16)
+    assert sorted(loads) == sorted(["LDG.E", *values] * tile.batch)
     assert early == []
-    assert code.count(r"STG\.E\.128") == 1, "the output too"
+    assert code.count(rf"STG\.E\.{16 * tile.vector}") == 1, "the output too"
