@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from dense_mla import arch
 from dense_mla.paged_kv import PageTiling
 from dense_mla.problem import FIXED_COST
 from dense_mla.schedule import plan
@@ -132,6 +133,16 @@ def test_the_support_page_is_current() -> None:
     assert read("docs/support.md") == docs_script("support_page").render(), "run: python docs/support_page.py"
 
 
+def test_the_readme_and_the_contract_name_every_gpu_and_where_the_kernels_ran() -> None:
+    (served,) = re.findall(r"^\| GPU \| (.*?) \|", read("README.md"), re.M)
+    (contract,) = re.findall(r"^- A GPU of compute capability .*?(?=^- )", read("kernels/README.md"), re.M | re.S)
+    for text in (served, contract):
+        assert sorted(re.findall(r"\b\d+\.\d\b", text)) == sorted(map(arch.capability_name, arch.ARCHITECTURES))
+    tested, compiled_only = (re.findall(r"\b\d+\.\d\b", part) for part in served.split("; compiled only"))
+    assert compiled_only == [arch.capability_name(each) for each in arch.ARCHITECTURES if arch.ran_on(each) is None]
+    assert tested == [arch.capability_name(each) for each in arch.ARCHITECTURES if arch.ran_on(each) is not None]
+
+
 def test_the_support_page_asks_everything_that_vllm_asks() -> None:
     """A question that a new vLLM asks of a backend has to get its line."""
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -202,7 +213,7 @@ def messages() -> dict[str, str]:
                 texts = [node.body]
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "reasons.append":
                 texts = node.args
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("logger.warning", "_warn_once"):
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("logger.warning", "logger.warning_once", "_warn_once"):
                 texts = node.args[:1]
             elif isinstance(node, ast.Call) and [ast.unparse(argument) for argument in node.args[1:2]] == ["'failed'"]:
                 texts = node.args[2:3]

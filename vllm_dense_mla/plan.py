@@ -7,7 +7,7 @@ from math import ceil
 
 import torch
 
-from dense_mla.arch import compile_target, forward_class
+from dense_mla.arch import build_forward, compile_target, ran_on
 from dense_mla.problem import PARTIAL_DTYPES, TILE_KEYS, DecodeProblem
 
 from .absent_gpu import CAPABILITY
@@ -62,12 +62,14 @@ def workspace_tables(deployment: Deployment, sm_count: int) -> dict[torch.dtype,
 
 
 def _kernels(d: Deployment, capability: tuple[int, int]) -> str:
-    """By query length, where they differ: the kernel depends on the rows that share a request's keys."""
+    """By query length, where they differ: the kernel depends on the rows that share a request's keys. ValueError where one does not fit."""
     names: dict[str, list[int]] = {}
     for query_len, problem in d.steps.problems(d.page_size, PARTIAL_DTYPES[0]).items():
-        names.setdefault(forward_class(capability, problem).__name__, []).append(query_len)
+        names.setdefault(type(build_forward(capability, problem)).__name__, []).append(query_len)
     named = [name if len(names) == 1 else f"{name} (query tokens: {', '.join(map(str, lens))})" for name, lens in names.items()]
-    return f"{', '.join(named)} for {compile_target(capability)}"
+    gpu = ran_on(capability)
+    evidence = f"tested on an {gpu}" if gpu else "compiled only, never run on such a GPU: see vllm-dense-mla check"
+    return f"{', '.join(named)} for {compile_target(capability)} ({evidence})"
 
 
 def _parallelism(d: Deployment) -> str:

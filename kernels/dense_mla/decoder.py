@@ -49,11 +49,12 @@ class DenseMLADecoder:
             problem: what is static. Compiled once per problem and device, about 5 seconds, or loaded from the cache; later calls share it.
             device: a CUDA device with a supported compute capability.
             max_requests: the largest batch that will be run, 1 to 4096.
-            kernel: "sm80" forces the portable kernel, which is not verified on hardware yet; by default a GPU runs the fastest that it has.
+            kernel: "sm80" forces the portable kernel on a Hopper GPU; by default a GPU runs the fastest that it has.
             cache_dir: folder where compiled kernels are kept between processes, an absolute path; None: nowhere.
 
         Raises:
-            ValueError: an unsupported device or one that is not there, a batch out of range, or a folder that is no absolute path.
+            ValueError: an unsupported device or one that is not there, a problem that does not fit its shared memory, a batch out of range, or
+                a folder that is no absolute path.
             RuntimeError: a CUDA graph is being captured and the kernels are not compiled yet.
         """
         if not 1 <= max_requests <= MAX_REQUESTS:

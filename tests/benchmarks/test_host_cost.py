@@ -71,7 +71,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, inputs: DecodeInputs) -> Iterator[l
             prepare=lambda problem, device, **_: Decoder(problem=problem, device=device, sm_count=132, num_ranges=132, workspace_size=None)
         ),
     )
-    monkeypatch.setattr(metadata, "kernel_name", lambda device: "none")
+    monkeypatch.setattr(metadata, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: launches.append("wait"))
     vllm_dense_mla.register()
     load_settings.cache_clear()

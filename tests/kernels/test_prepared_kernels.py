@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import test_kernel_cache
-from dense_mla import compiled
+from dense_mla import arch, compiled
 from dense_mla.compiled import prepared_kernels
 from dense_mla.kernel_cache import KernelCache
 from dense_mla.problem import DecodeProblem
@@ -54,6 +54,25 @@ def test_a_hit_compiles_nothing(filled: Path, no_compiler: Callable[[], None]) -
     assert all(map(callable, (kernels.schedule, kernels.forward, kernels.merge))) and kernels.row_tiles == 1
     assert prepared_kernels(PROBLEM, DEVICE, cache_dir=filled) is kernels and compiled.preparation().loaded == 3
     assert sorted(path.name.partition("-")[0] for path in filled.iterdir()) == ["ForwardSm90", "Merge", "ScheduleKernel"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        ((12, 0), r"shared memory of a CTA must be at least \d+ bytes for 16 query rows, got 65536"),
+        ((7, 5), r"compute capability 7\.5 is not supported: there is no kernel for it; supported: 8\.0, .*, 12\.1"),
+    ],
+)
+@pytest.mark.parametrize("kernel", [None, "sm80"])
+def test_what_a_gpu_cannot_run_is_refused_before_anything_compiles(
+    capability: tuple[int, int], reason: str, kernel: str | None, no_compiler: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel, or none that fits its shared memory: a smaller one than any GPU of the list has."""
+    no_compiler()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setitem(arch.ARCHITECTURES, (12, 0), replace(arch.ARCHITECTURES[12, 0], shared_memory_limit=65_536))
+    with pytest.raises(ValueError, match=f"^{reason}$"):
+        prepared_kernels(DecodeProblem(16, 64), DEVICE, kernel)
 
 
 def test_a_loaded_kernel_checks_its_arguments_as_the_compiled_one(cache: KernelCache) -> None:

@@ -140,6 +140,19 @@ def test_a_line_says_where_kernels_come_from(vllm_config, prepared, log, monkeyp
     assert prepared[0].cache_dir == folder
 
 
+def test_a_gpu_of_a_kind_that_nothing_ran_on_is_a_warning(vllm_config, prepared, log, monkeypatch):
+    """The line names the kernel, and the command that tries it; once."""
+    monkeypatch.setattr(metadata, "device_capability", lambda device: (12, 0))
+    for _ in range(2):
+        make_builder(vllm_config)
+    assert [line.levelno for line in log] == [logging.INFO, logging.WARNING, logging.INFO, logging.INFO]
+    assert log[0].getMessage().startswith("DENSE_MLA backend: kernel ForwardSm80 for sm_120a, ")
+    assert log[1].getMessage() == (
+        "DENSE_MLA kernel ForwardSm80 for sm_120a was compiled and never run on a GPU of compute capability 12.0: "
+        "try it with `vllm-dense-mla check` before you rely on it"
+    )
+
+
 def test_other_ranks_are_silent(vllm_config, prepared, log, monkeypatch):
     from vllm.distributed import parallel_state
 

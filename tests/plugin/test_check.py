@@ -169,12 +169,23 @@ def test_gpus_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.supported_gpu() == torch.device("cuda", 1)
 
 
+def test_a_gpu_of_a_kind_that_nothing_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs there, and the report says that it is the first to know."""
+    fake_gpus(monkeypatch, (9, 0), (12, 0))
+    found = check._check_kernels()
+    assert found.status == "ok" and "ForwardSm80 runs on GPU 1" in found.text.splitlines()
+    said = [line for line in found.text.splitlines() if line.startswith("GPU ")]
+    assert said == ["GPU 1: compiled for compute capability 12.0 and never run on such a GPU: the self-test below has to show it"]
+    assert found.values["compiled_only"] == [1] and found.values["kernels"]["1"] == "ForwardSm80 for sm_120a"
+
+
 def test_every_kernel_that_is_chosen_is_in_the_table() -> None:
     from dense_mla.arch import ARCHITECTURES, unsupported_reason
 
-    served = {capability for capabilities in check.kernel_table().values() for capability in capabilities}
+    table = check.kernel_table()
+    served = {capability for capabilities in table.values() for capability in capabilities}
     assert served == {capability for capability in ARCHITECTURES if unsupported_reason(capability) is None}
-    assert (9, 0) in check.kernel_table()["ForwardSm90"] and (9, 0) in check.kernel_table()["ForwardSm90Wide"]
+    assert (9, 0) in table["ForwardSm90"] and (9, 0) in table["ForwardSm90Wide"] and (9, 0) not in table["ForwardSm80"]
 
 
 @pytest.mark.parametrize(("read", "decode", "status"), [(4000.0, 3000.0, "ok"), (4000.0, 1900.0, "failed")])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from model_inspection import inspect_in_process  # noqa: F401
 
-from dense_mla import DecodeProblem, workspace_size
+from dense_mla import DecodeProblem, arch, workspace_size
 from vllm_dense_mla import cli
 from vllm_dense_mla.absent_gpu import planned_gpu
 from vllm_dense_mla.decode_steps import DecodeSteps
@@ -45,7 +45,7 @@ def test_plan_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, err) == (0, "")
     lines = dict(re.findall(r"^(\S+(?: \S+)*?)  +(\S.*)$", out.split("\n\n")[0], re.M))
     assert lines["heads"] == "12 query heads on a rank"
-    assert lines["kernel"] == "ForwardSm90 for sm_90a"
+    assert lines["kernel"] == "ForwardSm90 for sm_90a (tested on an NVIDIA H200)"
     assert lines["block size"].startswith("768 tokens")
     assert lines["batch"] == "up to 8 requests of 1 query token; CUDA graphs of 4 sizes up to 8 tokens"
     assert lines["KV a token"] == "1,152 bytes a layer; 27,648 on a rank (24 layers), 27,648 for the model's 24 MLA layers"
@@ -77,11 +77,32 @@ def test_speculation_and_batch_invariance_are_in_the_plan() -> None:
     steps = replace(DCP8.steps, heads=12, context_world=1, longest_query=5, batch_invariant=True)
     deployment = replace(DCP8, steps=steps)
     lines = dict(plan_lines(deployment, 132))
-    assert lines["kernel"] == "ForwardSm90 (query tokens: 1, 2), ForwardSm90Wide (query tokens: 3, 4, 5) for sm_90a"
+    assert lines["kernel"] == "ForwardSm90 (query tokens: 1, 2), ForwardSm90Wide (query tokens: 3, 4, 5) for sm_90a (tested on an NVIDIA H200)"
     assert lines["batch"] == "up to 4 requests of 1 to 5 query tokens; CUDA graphs of 3 sizes up to 4 tokens; batch invariant"
     tables = workspace_tables(deployment, 132)[torch.bfloat16]
     problem = DecodeProblem(12, 768, query_len=5, batch_invariant=True)
     assert tables.largest == workspace_size(problem, 4, 132) and tables.largest.slots == 4 * 32
+
+
+def test_the_plan_says_what_was_compiled_only() -> None:
+    lines = dict(plan_lines(DCP8, 188, (12, 0)))
+    assert lines["kernel"] == "ForwardSm80 for sm_120a (compiled only, never run on such a GPU: see vllm-dense-mla check)"
+
+
+def test_a_plan_for_a_gpu_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As prepare refuses it there."""
+    monkeypatch.setitem(arch.ARCHITECTURES, (12, 0), replace(arch.ARCHITECTURES[12, 0], shared_memory_limit=65_536))
+    with pytest.raises(ValueError, match=r"^shared memory of a CTA must be at least \d+ bytes for 64 query rows, got 65536$"):
+        plan_lines(DCP8, 188, (12, 0))
+
+
+@pytest.mark.parametrize("source", [["--model", str(MODELS / "kimi_linear.json")], ["--heads", "12", "--max-num-seqs", "4", "--capture-sizes", "1"]])
+def test_another_gpu_needs_its_size(source: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = plan(capsys, *source, "--capability", "12.0")
+    assert (code, out) == (2, "")
+    assert err == "vllm-dense-mla: error: --sms must be given with --capability 12.0: the GPU's streaming multiprocessors\n"
+    code, out, err = plan(capsys, *source, "--capability", "12.0", "--sms", "188")
+    assert (code, err) == (0, "") and "188 SMs" in out
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from model_inspection import inspect_in_process  # noqa: F401
 
 from dense_mla import unsupported_reason
+from dense_mla.arch import ran_on
 from vllm_dense_mla.cache_dtypes import reads_fp8
 from vllm_dense_mla.cli import main
 from vllm_dense_mla.deployment import describe, engine_config
@@ -134,6 +135,13 @@ def test_partial_dtypes_of_the_comment(monkeypatch, name, dtype):
     assert commands == ["bf16", "fp32"]
     monkeypatch.setenv(PARTIAL_DTYPE_VARIABLE, dtype)
     assert load_settings().partial_dtype == dtype
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_gpu_that_ran_nothing_is_named_as_such(name):
+    """Such a file sends its reader to the self-test first."""
+    text = (CONFIGS / name).read_text()
+    assert ("compiled and never run" in text and "`vllm-dense-mla check`" in text) == (ran_on(EXPECTED[name].capability) is None)
 
 
 @pytest.mark.parametrize("name", FILES)
