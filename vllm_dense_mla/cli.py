@@ -89,8 +89,12 @@ def _demo(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     arguments = _plan_arguments(args)
     if arguments is None:
+        from dense_mla import unsupported_reason
+
         from .plan import print_heads_plan
 
+        if (reason := unsupported_reason(args.capability)) is not None:
+            raise ValueError(reason)
         print_heads_plan(args.heads, args.capture_sizes, args.max_num_seqs, _sms(args))
         return 0
     with _quiet():
@@ -164,7 +168,7 @@ def _check(args: argparse.Namespace) -> int:
 def _quiet() -> Iterator[None]:
     """vLLM and torch log what they miss on a machine without a GPU; a command says itself what it found."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

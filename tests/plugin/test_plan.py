@@ -13,7 +13,7 @@ from model_inspection import inspect_in_process  # noqa: F401
 
 from dense_mla import DecodeProblem, arch, workspace_size
 from vllm_dense_mla import cli
-from vllm_dense_mla.absent_gpu import planned_gpu
+from vllm_dense_mla.absent_gpu import _select, planned_gpu
 from vllm_dense_mla.decode_steps import DecodeSteps
 from vllm_dense_mla.deployment import Deployment
 from vllm_dense_mla.plan import plan_lines, workspace_tables
@@ -108,7 +108,7 @@ def test_another_gpu_needs_its_size(source: list[str], capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({}, ["--tensor-parallel-size", "7"], "Total number of attention heads (32) must be divisible by tensor parallel size (7)"),
+        ({}, ["--tensor-parallel-size", "7"], "vLLM does not take this deployment: Total number of attention heads (32) must be divisible by"),
         ({}, ["--capability", "7.5"], "DENSE_MLA does not take this deployment: compute capability 7.5 is not supported: "),
         ({"kv_lora_rank": 256}, [], "DENSE_MLA does not take this deployment: head_size must be 576"),
         ({"architectures": None}, [], "config.json must be a model's, with `architectures`, got"),
@@ -133,6 +133,37 @@ def test_a_model_without_mla(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     code, out, err = plan(capsys, "--model", str(MODELS / "kimi_linear.json"))
     assert (code, out) == (2, "")
     assert err == "vllm-dense-mla: error: KimiLinearForCausalLM has no Multi-head Latent Attention that vLLM serves as such\n"
+
+
+@pytest.mark.parametrize("text", ["attention-backend: [DENSE_MLA\n", "- DENSE_MLA\n", ""])
+def test_a_serve_config_that_is_no_yaml_of_options(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    serve = tmp_path / "serve.yaml"
+    serve.write_text(text)
+    code, out, err = plan(capsys, "--config", str(serve))
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("vllm-dense-mla: error: vllm serve does not take these arguments: ")
+
+
+def test_a_backend_that_is_not_this_one_is_named_even_where_it_would_refuse() -> None:
+    """Its own reasons, of a library that is not here, say nothing about this backend."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    asked = AttentionSelectorConfig(head_size=576, dtype=torch.float32, kv_cache_dtype="auto", block_size=64, use_mla=True)
+    with pytest.raises(ValueError, match=r"^attention-backend must be DENSE_MLA, got TRITON_MLA$"):
+        _select(AttentionBackendEnum.TRITON_MLA, asked, (9, 0))
+
+
+def test_heads_on_a_gpu_without_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = plan(capsys, "--heads", "12", "--max-num-seqs", "4", "--capture-sizes", "1", "--capability", "7.5", "--sms", "80")
+    assert (code, out) == (2, "") and err == f"vllm-dense-mla: error: {arch.unsupported_reason((7, 5))}\n"
+
+
+def test_a_model_s_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `vllm serve` takes it."""
+    (tmp_path / "config.json").write_text((MODELS / "kimi_linear.json").read_text())
+    code, out, err = plan(capsys, "--model", str(tmp_path), "--max-num-seqs", "4")
+    assert (code, err) == (0, "") and "32 query heads on a rank" in out
 
 
 def test_files_that_are_no_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
