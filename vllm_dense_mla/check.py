@@ -216,8 +216,9 @@ def _kernel_cache(settings: DenseMLASettings) -> tuple[str, dict[str, Any]]:
     if folder is None:
         return line, values
     contents = cache_contents(folder)
-    held = f"{contents.entries} kernels of {contents.bytes:,} bytes" if contents.refusal is None else f"not used: {contents.refusal}"
-    return f"{line}: {held}", values | asdict(contents)
+    # The server's words, so that they are found in the documentation.
+    held = f": {contents.entries} kernels of {contents.bytes:,} bytes" if contents.refusal is None else f" is not used: {contents.refusal}"
+    return f"{line}{held}", values | asdict(contents)
 
 
 def _check_answers() -> Check:

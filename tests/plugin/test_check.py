@@ -99,7 +99,7 @@ def test_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         (folder / name).write_bytes(b"k" * size)
     assert line(str(folder)) == (f"kernel cache {folder} ({variable}): 2 kernels of 1,500 bytes", values | {"entries": 2, "bytes": 1500})
     folder.chmod(0o777)
-    assert line(str(folder))[0] == f"kernel cache {folder} ({variable}): not used: others may write to it (mode 777)"
+    assert line(str(folder))[0] == f"kernel cache {folder} ({variable}) is not used: others may write to it (mode 777)"
 
 
 @pytest.mark.usefixtures("cpu_only")
