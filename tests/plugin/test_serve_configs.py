@@ -94,6 +94,12 @@ def test_every_config_is_tested():
 
 
 @pytest.mark.parametrize("name", FILES)
+def test_a_file_says_at_its_top_if_this_version_refuses_it(name):
+    refused = EXPECTED[name].kv_cache_dtype == "fp8" and not reads_fp8()
+    assert ("\n# Refused by this version" in (CONFIGS / name).read_text()) == refused
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_parser_reads_it(name):
     """Fault 75: the backend is chosen by the flag, and vLLM resolves it to the plugin's."""
     from vllm.config import AttentionConfig
