@@ -70,8 +70,18 @@ def test_the_readme_marks_where_the_numbers_go_and_names_their_evidence() -> Non
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_resolve(document: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.M | re.S)
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-        assert "://" in target or (document.parent / target).exists(), f"{document.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", text):
+        if "://" in target:
+            continue
+        path = document.parent / target if target else document
+        assert path.exists(), f"{document.name} links to {target}"
+        assert not anchor or anchor in anchors(path), f"{document.name} links to {target}#{anchor}"
+
+
+def anchors(page: Path) -> list[str]:
+    """Those that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 STOPS = re.findall(r"`([\w.]+)`\s+in\s+\[[^]]+\]\(\.\./([\w/.]+\.py)\)", read("docs/decode_step.md"))
@@ -242,6 +252,10 @@ def test_every_message_has_its_cure() -> None:
     for text, name in messages().items():
         patterns = documented() if name in CALLERS else [pattern for pattern in documented() if pattern not in own]
         assert any(fits(pattern, text) for pattern in patterns), f"docs/troubleshooting.md has nothing on {text!r} ({name})"
+
+
+def test_every_row_has_something_to_do() -> None:
+    assert not re.findall(r"^\| `[^`]+`[^|]*\| *\|$", read("docs/troubleshooting.md"), re.M)
 
 
 def test_every_cure_is_for_a_message_that_exists() -> None:
