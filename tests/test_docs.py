@@ -270,10 +270,11 @@ def test_the_messages_of_vllm_are_its_own() -> None:
     import vllm
 
     root = Path(vllm.__file__).parent
-    sources = ["v1/attention/backends/registry.py", "plugins/__init__.py", "platforms/interface.py", "platforms/cuda.py", "v1/worker/workspace.py"]
+    sources = ["v1/attention/backends/registry.py", "plugins/__init__.py", "platforms/interface.py", "platforms/cuda.py"]
+    sources += ["v1/worker/workspace.py", "config/device.py"]
     source = re.sub(r'"\s*\n\s*f?"', "", "\n".join((root / path).read_text() for path in sources))
     text = read("docs/troubleshooting.md").split("## ")[1]
     said = re.findall(r"^\| `([^`]+)`", text, re.M)
-    assert len(said) == 5
+    assert len(said) == 6
     for message in said:
         assert re.split(r"'DENSE_MLA'| dense_mla|: VLLM_| …", message)[0] in source, message
