@@ -129,6 +129,23 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder[DenseMLAMetadata]):
         self._is_causal = common_attn_metadata.causal is not False
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> DenseMLAMetadata:
+        """vLLM's, which checks that no request brings too many query tokens for a decode, and not that all bring the same number.
+
+        Raises:
+            ValueError: requests of different query lengths, of which vLLM leaves some to prefill: their graph would have the dummy requests'
+                keys for ever. Micro-batches get there, where half of a batch's tokens ends within a request.
+        """
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        if metadata.num_prefills:
+            lens = ", ".join(map(str, common_attn_metadata.query_start_loc_cpu.diff().tolist()))
+            multiple = self.vllm_config.parallel_config.num_ubatches * self._steps.longest_query
+            raise ValueError(
+                f"{BACKEND_NAME} decodes requests of one query length in a full CUDA graph, got {lens}: "
+                f"with micro-batches, cudagraph_capture_sizes must be multiples of {multiple}"
+            )
+        return metadata
+
     def _build_decode(
         self,
         block_table_tensor: torch.Tensor,
