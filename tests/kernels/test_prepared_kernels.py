@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import test_kernel_cache
+import test_shared_cache
 from dense_mla import arch, compiled
 from dense_mla.compiled import prepared_kernels
 from dense_mla.kernel_cache import KernelCache
@@ -17,7 +18,7 @@ from dense_mla.problem import DecodeProblem
 from test_kernel_cache import DEVICE, PROBLEM, fetch, fresh_process
 
 PROCESSES = 8
-cache, forks, hopper = test_kernel_cache.cache, test_kernel_cache.forks, test_kernel_cache.hopper  # fixtures
+cache, forks, hopper = test_kernel_cache.cache, test_shared_cache.forks, test_kernel_cache.hopper  # fixtures
 
 
 @pytest.fixture
