@@ -216,9 +216,14 @@ def _kernel_cache(settings: DenseMLASettings) -> tuple[str, dict[str, Any]]:
     if folder is None:
         return line, values
     contents = cache_contents(folder)
+    values |= asdict(contents)
     # The server's words, so that they are found in the documentation.
-    held = f": {contents.entries} kernels of {contents.bytes:,} bytes" if contents.refusal is None else f" is not used: {contents.refusal}"
-    return f"{line}{held}", values | asdict(contents)
+    if contents.refusal is not None:
+        return f"{line} is not used: {contents.refusal}", values
+    line += f": {contents.entries} kernels of {contents.bytes:,} bytes"
+    if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
+        line += "; it cannot be written: kernels that it lacks are compiled and not kept"
+    return line, values
 
 
 def _check_answers() -> Check:

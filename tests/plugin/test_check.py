@@ -102,6 +102,28 @@ def test_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert line(str(folder))[0] == f"kernel cache {folder} ({variable}) is not used: others may write to it (mode 777)"
 
 
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ((), " is not used: {above} cannot be written to"),
+        (("home",), " is not used: {above}/home cannot be written to"),
+        (("home", "home/kernels"), ": 0 kernels of 0 bytes; it cannot be written: kernels that it lacks are compiled and not kept"),
+    ],
+    ids=["neither it nor its parent", "not it", "it is there"],
+)
+def test_a_kernel_folder_that_cannot_be_made_or_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: tuple[str, ...], said: str) -> None:
+    """As in a container whose file system is read-only: nothing is kept, and one that came filled is read."""
+    for name in made:
+        (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write wherever a file system lets it
+    folder = tmp_path / "home" / "kernels"
+    monkeypatch.setenv("VLLM_K3_DENSE_MLA_CACHE_DIR", str(folder))
+    load_settings.cache_clear()
+    line = check._check_settings().text.splitlines()[1]
+    assert line == f"kernel cache {folder} (VLLM_K3_DENSE_MLA_CACHE_DIR){said.format(above=tmp_path)}"
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == list(made)
+
+
 @pytest.mark.usefixtures("cpu_only")
 def test_a_wrong_answer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = check.decode_on_cpu
