@@ -22,7 +22,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .block_scan import block_scan
-from .problem import HEAD_DIM_V, DecodeProblem
+from .problem import HEAD_DIM_V, MAX_RANGES, DecodeProblem
 from .schedule import HEADER_WORDS, MAX_REQUESTS, RANGE_WORDS, SPLIT_WORDS
 from .torch_types import cutlass_dtype
 
@@ -34,7 +34,6 @@ LANE_STRANDS_LOG2 = 2  # at most 4 strands in a warp: 8 lanes remain, which read
 WARP_STRANDS_LOG2 = 3
 STRANDS_LOG2 = LANE_STRANDS_LOG2 + WARP_STRANDS_LOG2
 BATCH = 5  # pieces of a strand whose loads are in flight together: 160 of a row, more than an H200 has ranges
-MAX_RANGES = THREADS  # more than any GPU has SMs; so many requests at most are split by ranges
 LN2 = math.log(2.0)
 
 
@@ -53,7 +52,7 @@ class Merge:
         self.partial_dtype = cutlass_dtype(problem.partial_dtype)
         self.return_lse = problem.return_lse
         self.batch_invariant = problem.batch_invariant
-        self.max_splits = MAX_REQUESTS if problem.batch_invariant else MAX_RANGES
+        self.max_splits = MAX_REQUESTS if problem.batch_invariant else MAX_RANGES  # cut by ranges, fewer requests are split than there are ranges
 
     @cute.jit
     def __call__(
