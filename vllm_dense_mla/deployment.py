@@ -28,6 +28,7 @@ class Deployment:
         mla_layers: MLA layers of the pipeline stage that has most of them; `model_mla_layers` is all of the model's.
         page_size: keys of a page as the kernels see it.
         draft: the model that drafts speculative tokens, where there is one; its KV cache is its own.
+        micro_batches: into which vLLM may cut a step (dual batch overlap); each has its own workspace.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Deployment:
     max_model_len: int
     tensor_parallel: int
     pipeline_parallel: int
+    micro_batches: int = 1
 
     @property
     def key_bytes(self) -> int:
@@ -105,6 +107,8 @@ def describe(vllm_config: VllmConfig, model: str) -> Deployment:
         max_model_len=model_config.max_model_len,
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
+        # Data-parallel ranks agree on a cut step by step; one rank alone makes none.
+        micro_batches=parallel.num_ubatches if parallel.use_ubatching and parallel.data_parallel_size > 1 else 1,
     )
 
 

@@ -32,8 +32,9 @@ def print_plan(deployment: Deployment, sm_count: int, capability: tuple[int, int
     for name, value in plan_lines(deployment, sm_count, capability):
         print(f"{name:13}{value}")
     print("\nWorkspace of each decode batch, once for all layers")
+    each = f", for {deployment.micro_batches} micro-batches" if deployment.micro_batches > 1 else ""
     for dtype, tables in workspace_tables(deployment, sm_count).items():
-        print(f"\n{PARTIAL_NAMES[dtype]}: each GPU reserves {tables.largest.total_bytes:,} bytes\n{tables}")
+        print(f"\n{PARTIAL_NAMES[dtype]}: each GPU reserves {_reserved_bytes(deployment, tables):,} bytes{each}\n{tables}")
 
 
 def plan_lines(deployment: Deployment, sm_count: int, capability: tuple[int, int] = CAPABILITY) -> list[tuple[str, str]]:
@@ -59,6 +60,10 @@ def plan_lines(deployment: Deployment, sm_count: int, capability: tuple[int, int
 def workspace_tables(deployment: Deployment, sm_count: int) -> dict[torch.dtype, WorkspaceTables]:
     """The bucket tables of each partial dtype, by dtype: those that the backend reserves with."""
     return {dtype: deployment.steps.workspace(dtype, sm_count) for dtype in PARTIAL_DTYPES}
+
+
+def _reserved_bytes(d: Deployment, tables: WorkspaceTables) -> int:
+    return tables.largest.total_bytes * d.micro_batches
 
 
 def _kernels(d: Deployment, capability: tuple[int, int]) -> str:
@@ -100,5 +105,5 @@ def _token_bytes(d: Deployment) -> str:
 
 
 def _cost_of_fp32(d: Deployment, sm_count: int) -> str:
-    bf16, fp32 = (tables.largest.total_bytes for tables in workspace_tables(d, sm_count).values())
+    bf16, fp32 = (_reserved_bytes(d, tables) for tables in workspace_tables(d, sm_count).values())
     return f"{fp32 - bf16:,} bytes more than bf16 partials on each GPU: the KV cache of {ceil((fp32 - bf16) / d.token_bytes):,} tokens"

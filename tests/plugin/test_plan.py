@@ -15,8 +15,8 @@ from dense_mla import DecodeProblem, arch, workspace_size
 from vllm_dense_mla import cli
 from vllm_dense_mla.absent_gpu import _select, planned_gpu
 from vllm_dense_mla.decode_steps import DecodeSteps
-from vllm_dense_mla.deployment import Deployment
-from vllm_dense_mla.plan import plan_lines, workspace_tables
+from vllm_dense_mla.deployment import Deployment, read_deployment
+from vllm_dense_mla.plan import plan_lines, print_plan, workspace_tables
 
 MODELS = Path(__file__).parent / "model_configs"
 DCP8 = Deployment(
@@ -70,6 +70,20 @@ def test_decode_context_parallelism_gathers_heads_and_shares_tokens() -> None:
     assert lines["KV a token"] == "1,152 bytes a layer; 8,784 on a rank (61 layers, over 8 ranks), 70,272 for the model's 61 MLA layers"
     assert "query tokens:" not in lines["kernel"] and "draft" not in lines
     assert "own weights" in dict(plan_lines(replace(DCP8, draft="a drafter"), 132))["draft"]
+
+
+@pytest.mark.parametrize(("data_parallel", "micro_batches"), [("2", 2), ("1", 1)])
+def test_micro_batches_have_a_workspace_each(data_parallel: str, micro_batches: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dual batch overlap, which takes data-parallel ranks."""
+    argv = ["deepseek", "--attention-backend", "DENSE_MLA", "--tensor-parallel-size", "8", "--data-parallel-size", data_parallel]
+    argv += ["--enable-dbo", "--enable-expert-parallel", "--all2all-backend", "deepep_low_latency", "--max-num-seqs", "64"]
+    deployment = read_deployment(argv, MODELS / "deepseek_v3.json")
+    print_plan(deployment, 132)
+    out = capsys.readouterr().out
+    sizes = [micro_batches * workspace_size(DecodeProblem(16, 64, dtype), 64, 132).total_bytes for dtype in (torch.bfloat16, torch.float32)]
+    each = ", for 2 micro-batches" if micro_batches == 2 else ""
+    assert re.findall("each GPU reserves (.*)$", out, re.M) == [f"{size:,} bytes{each}" for size in sizes]
+    assert f"{sizes[1] - sizes[0]:,} bytes more than bf16 partials" in out
 
 
 def test_speculation_and_batch_invariance_are_in_the_plan() -> None:
