@@ -255,14 +255,16 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
     logger.setLevel(logging.NOTSET)
 
 
-def make_builder(vllm_config: Any, page_size: int = 64, kv_cache_dtype: str = "auto", dtype: torch.dtype = torch.bfloat16) -> Any:
+def make_builder(
+    vllm_config: Any, page_size: int = 64, kv_cache_dtype: str = "auto", dtype: torch.dtype = torch.bfloat16, layer: str = "layer"
+) -> Any:
     """A metadata builder, built as vLLM builds it, for a KV-cache group whose kernels see pages of `page_size`."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     from vllm_dense_mla.metadata import DenseMLAMetadataBuilder
 
     spec = MLAAttentionSpec(block_size=page_size, num_kv_heads=1, head_size=576, dtype=dtype, cache_dtype_str=kv_cache_dtype)
-    return DenseMLAMetadataBuilder(spec, ["layer"], vllm_config, torch.device("cpu"))
+    return DenseMLAMetadataBuilder(spec, [layer], vllm_config, torch.device("cpu"))
 
 
 def make_impl(vllm_config: Any, **changes: Any) -> Any:

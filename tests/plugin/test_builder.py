@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
+from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +69,18 @@ def test_builders_share_no_schedule(vllm_config, prepared):
     """vLLM builds one for each micro-batch, and they are in flight at once."""
     first, second = (make_builder(vllm_config).build(0, step([10])).decode for _ in range(2))
     assert first.schedule.data_ptr() != second.schedule.data_ptr()
+
+
+def test_a_draft_model_s_layers_have_kernels_for_their_own_heads(vllm_config, prepared, log):
+    """Two models in one process, each with MLA layers: a builder sees its layers alone, and the log names the heads of both."""
+    layers = vllm_config.compilation_config.static_forward_context
+    layers["draft"] = copy(layers["layer"])
+    layers["draft"].impl = SimpleNamespace(num_heads=16)  # the layer's own number may be that of all ranks
+    target, draft = make_builder(vllm_config), make_builder(vllm_config, layer="draft")
+    assert [decoder.problem.num_heads for decoder in prepared] == [HEADS, 16]
+    assert [builder.build(0, step([10])).decode.decoder for builder in (target, draft)] == prepared
+    heads = [re.search(r"(\d+) heads per rank", line.getMessage()) for line in log]
+    assert [found[1] for found in heads if found] == [str(HEADS), "16"]
 
 
 def test_capture_step_is_bounded_by_the_model(vllm_config, prepared):
