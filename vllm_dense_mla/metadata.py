@@ -226,7 +226,7 @@ def _first(lens: torch.Tensor | None, requests: int) -> torch.Tensor | None:
 def _log_once(decoders: list[DenseMLADecoder], tables: WorkspaceTables, settings: DenseMLASettings) -> None:
     """What runs here, where its kernels come from, and the bucket tables; at INFO from rank 0, once however many builders there are.
 
-    On a GPU of a kind that no test ran on, a WARNING as well.
+    A WARNING as well on a GPU of a kind that no test ran on, and where batch invariance ends outside the kernels.
     """
     problem, capability = decoders[0].problem, device_capability(decoders[0].device)
     names = ", ".join(dict.fromkeys(kernel_name(decoder) for decoder in decoders))
@@ -250,6 +250,13 @@ def _log_once(decoders: list[DenseMLADecoder], tables: WorkspaceTables, settings
             BACKEND_NAME,
             names,
             capability_name(capability),
+            scope="global",
+        )
+    if problem.batch_invariant and len(tables.by_query_len) > 1:
+        logger.warning_once(
+            "%s with VLLM_BATCH_INVARIANT=1 and speculative decoding: the kernels' bits depend on a request alone, but the other requests of a step "
+            "decide whether vLLM decodes its tokens together or verifies them as prefill, whose bits are others",
+            BACKEND_NAME,
             scope="global",
         )
     took = preparation()
