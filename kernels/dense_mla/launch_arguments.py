@@ -65,9 +65,12 @@ class LaunchArguments:
 
     def check_schedule(self, schedule: torch.Tensor) -> None:
         self._check_device("schedule", schedule, torch.int32)
-        words = self.schedule_words
-        if schedule.dim() != 1 or schedule.shape[0] != words or not schedule.is_contiguous() or schedule.data_ptr() % TMA_ALIGNMENT:
-            raise ValueError(f"schedule must be a buffer of empty_schedule() ({words} words), got shape {tuple(schedule.shape)}")
+        words, past = self.schedule_words, schedule.data_ptr() % TMA_ALIGNMENT
+        if schedule.shape != (words,) or not schedule.is_contiguous() or past:
+            raise ValueError(
+                f"schedule must be a buffer of empty_schedule() ({words} words), got shape {tuple(schedule.shape)}, strides {schedule.stride()} "
+                f"at an address {past} past a multiple of {TMA_ALIGNMENT}"
+            )
 
     def check_table(self, block_table: torch.Tensor, requests: int, max_seq_len: int | None) -> None:
         self._check_device("block_table", block_table, torch.int32)
@@ -103,7 +106,7 @@ class LaunchArguments:
         if total_lens is not None:
             self._check_device("total_lens", total_lens, torch.int32)
             if total_lens.shape != (requests,) or not total_lens.is_contiguous():
-                raise ValueError(f"total_lens must be contiguous ({requests},), got shape {tuple(total_lens.shape)}")
+                raise ValueError(f"total_lens must be contiguous ({requests},), got shape {tuple(total_lens.shape)}, strides {total_lens.stride()}")
 
     def check_k_scale(self, k_scale: torch.Tensor | None) -> None:
         if (k_scale is not None) != self.problem.needs_k_scale:

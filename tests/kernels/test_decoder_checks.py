@@ -123,6 +123,8 @@ BAD: dict[str, tuple[str, Callable[[torch.Tensor], object], str]] = {
     "too many requests": ("seq_lens", lambda s: torch.zeros(9, dtype=s.dtype), r"seq_lens holds 9 requests, the decoder was prepared for at most 8"),
     "lens apart": ("seq_lens", lambda s: s.repeat(2)[::2], r"seq_lens must be contiguous \[requests\], got shape \(3,\), strides \(2,\)"),
     "schedule size": ("schedule", lambda s: s[:-1], r"schedule must be a buffer of empty_schedule\(\) \(1592 words\), got shape \(1591,\)"),
+    "schedule apart": ("schedule", lambda s: s.repeat(2)[::2], r"schedule must be a buffer of .*, got shape \(1592,\), strides \(2,\)"),
+    "schedule alignment": ("schedule", lambda s: shifted(s, 1), r"schedule must be a buffer of .* at an address 4 past a multiple of 16"),
     "workspace dtype": ("workspace", lambda w: w.view(torch.int8), r"workspace must be torch\.uint8, got torch\.int8"),
     "workspace size": ("workspace", lambda w: w[:-256], r"workspace must be contiguous uint8 of at least \d+ bytes for 3 requests"),
     "workspace alignment": ("workspace", lambda w: shifted(w, 16), r"aligned to 256, got shape \(\d+,\) at an address 16 past a multiple"),
@@ -242,6 +244,8 @@ def test_total_lens_come_exactly_where_the_causal_rule_needs_them(decoder: Dense
         tokens.run(**arguments | rows)
     with pytest.raises(ValueError, match=r"total_lens must be contiguous \(3,\), got shape \(2,\)"):
         tokens.run(**arguments | rows, total_lens=arguments["seq_lens"][:2])
+    with pytest.raises(ValueError, match=r"total_lens must be contiguous \(3,\), got shape \(3,\), strides \(2,\)"):
+        tokens.run(**arguments | rows, total_lens=arguments["seq_lens"].repeat(2)[::2])
     with pytest.raises(ValueError, match=r"q must be \(6, 12, 576\), got \(3, 12, 576\)"):
         tokens.run(**arguments | rows | {"q": arguments["q"]}, total_lens=arguments["seq_lens"])
     assert launches == []
