@@ -1,7 +1,9 @@
 """Preparing with the cache: what is loaded is what was compiled, by one process for all, and kernels are shared where they are the same."""
 
 import multiprocessing
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,27 @@ def test_kernels_that_a_problem_shares_are_compiled_and_loaded_once(filled: Path
     names = [each.partition(" ")[0] for each in fetched]
     assert (names.count("ScheduleKernel"), names.count("Merge"), len(names), len(set(fetched))) == (1, 3, 8, 8)
     assert len({each.schedule for each in kernels}) == 1 and len({each.merge for each in kernels}) == 3 and kernels[3].merge == kernels[2].merge
+
+
+def test_threads_that_prepare_at_once_compile_one_after_the_other_and_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's state is global: two threads in it abort the process."""
+    inside, compiled_names, together = 0, [], []
+
+    def compile_slowly(source: compiled.KernelSource, options: str) -> str:
+        nonlocal inside
+        inside += 1
+        together.append(inside)
+        time.sleep(0.02)
+        inside -= 1
+        compiled_names.append(source.name)
+        return source.name
+
+    monkeypatch.setattr(compiled.KernelSource, "compile", compile_slowly)
+    problems = [PROBLEM, replace(PROBLEM, query_len=2)] * 4
+    with ThreadPoolExecutor(len(problems)) as threads:
+        found = list(threads.map(lambda problem: prepared_kernels(problem, DEVICE), problems))
+    assert all(kernels is found[place % 2] for place, kernels in enumerate(found)) and found[0] is not found[1]
+    assert set(together) == {1} and sorted(compiled_names) == ["ForwardSm90"] * 2 + ["Merge"] * 2 + ["ScheduleKernel"]
 
 
 def test_another_device_has_its_own(filled: Path) -> None:
