@@ -41,6 +41,11 @@ class RunFacts:
     cutlass_dsl: str | None
     date: str
 
+    @property
+    def source(self) -> str:
+        """The commit, and whether that is all of it."""
+        return source_text(self.commit, self.dirty)
+
 
 @dataclass(frozen=True)
 class DecodeRow:
@@ -164,6 +169,11 @@ def source_state(commit: str | None, dirty: str | None) -> tuple[str, bool]:
     # Evidence is an output: writing it does not make the measured source dirty.
     changes = _git("status", "--porcelain", "--", ".", ":(exclude)docs/evidence")
     return _git("rev-parse", "HEAD"), bool(changes)
+
+
+def source_text(commit: str, dirty: bool) -> str:
+    """A commit as it is written beside what it made."""
+    return f"{commit[:12]}{', with uncommitted changes' if dirty else ''}"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the kernels and 
 from benchmarks.batch_shape import BatchShape
 from benchmarks.contenders import MAX_RELATIVE_L2
 from benchmarks.decode_inputs import DecodeInputs, worst_relative_l2
+from benchmarks.engine_log import OURS
 from benchmarks.evidence import EVIDENCE_DIR, collect_facts, error_text, write_json
-from benchmarks.served_run import OURS
 from benchmarks.shape_timing import WrongAnswerError
 
 GROUP_STEPS = 50
