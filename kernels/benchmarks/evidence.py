@@ -101,7 +101,7 @@ class Failure:
 
 @dataclass
 class DecodeEvidence:
-    """The file of one bench_decode run. `not_run` names what the time limit left out: an unfinished run never looks like a whole one."""
+    """The file of one bench_decode run. `not_run` names what is still to be run or was left out: an unfinished run never looks like a whole one."""
 
     facts: RunFacts
     read_ceiling_GBps: float
@@ -124,8 +124,10 @@ def collect_facts(commit: str | None, dirty: str | None) -> RunFacts:
     """Facts of this process on the current CUDA device. `commit` and `dirty` ("yes", "no") as the caller gave them.
 
     Raises:
-        ValueError: the commit is neither given nor readable from git.
+        ValueError: there is no CUDA device, or the commit is neither given nor readable from git.
     """
+    if not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here to measure")
     revision, is_dirty = source_state(commit, dirty)
     return RunFacts(
         command=recorded_command(sys.argv),

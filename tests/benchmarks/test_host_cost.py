@@ -113,6 +113,19 @@ def test_ours_is_compared_with_the_fastest_peer() -> None:
     assert host_cost.comparisons(rows[:1]) == [] == host_cost.comparisons(rows[1:])
 
 
+def test_an_error_leaves_the_rows_before_it(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(steps: list[Any], inputs: DecodeInputs, form: str, count: int) -> list[dict[str, Any]]:
+        if form == "pair":
+            raise RuntimeError("unspecified launch failure")
+        return [{"kernel": step.backend, "q": form} for step in steps]
+
+    monkeypatch.setattr(host_cost, "measure", measure)
+    args = host_cost.parse_arguments(["--shape", "4x100", "--heads", "8"])
+    rows, failures = host_cost.measured(BACKENDS, args, torch.device("cpu"))
+    assert [row["q"] for row in rows] == ["tensor"] * 3
+    assert failures == [{"backend": "every backend", "error": "RuntimeError: unspecified launch failure"}]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"), [(["--steps", "70"], "--steps must be a positive multiple of 50, got 70"), (["--shape", "8"], "shape must be")]
 )
