@@ -77,7 +77,7 @@ def step(case: Case, decoder: DenseMLADecoder) -> tuple[torch.Tensor, torch.Tens
 
 # Capability, SMs, partial dtype, batch invariance, input: both heights of the tile for every tile, requests whole and split, rows that see nothing.
 STEPS = {
-    "sm_80, 16 rows": (SM80, 5, FP32, False, lambda: cases.gaussian([0, 700, 1, 33, 64, 65], heads=16)),
+    "sm_80, 16 rows": (SM80, 5, FP32, False, lambda: cases.gaussian([0, 700, 1, 33, 64, 65], heads=16, page_size=48)),
     "sm_80, 32 rows": (SM80, 6, BF16, False, lambda: cases.gaussian([300, 0, 2, 81], heads=17, page_size=80, query_len=3)),
     "sm_86, 16 rows": (SM86, 5, FP32, False, lambda: cases.gaussian([0, 100, 1, 33, 0, 17, 300], heads=11, page_size=48)),
     "sm_86, 32 rows": (SM86, 6, FP32, True, lambda: cases.gaussian([400, 0, 31, 300], heads=33, page_size=16)),
@@ -86,7 +86,7 @@ STEPS = {
     "sm_100, 32 rows": (SM100, 4, FP32, False, lambda: cases.gaussian([90, 1, 0, 500], heads=20, query_len=2, causal=False)),
     "sm_120, 16 rows": (SM120, 4, FP32, True, lambda: cases.gaussian([530, 3, 0, 620], heads=3, page_size=528, query_len=5)),
     "sm_120, 32 rows": (SM120, 5, FP32, False, lambda: rank_of([420, 66, 2, 1, 0], 1, heads=8, query_len=4)),
-    "E4M3, sm_80, 16 rows": (SM80, 5, FP32, False, lambda: quantised(cases.gaussian([700, 0, 1, 33, 65], heads=16, page_size=32), 0.06)),
+    "E4M3, sm_80, 16 rows": (SM80, 5, FP32, False, lambda: quantised(cases.gaussian([700, 0, 1, 33, 65], heads=16, page_size=48), 0.06)),
     "E4M3, sm_86, 32 rows": (SM86, 3, BF16, False, lambda: quantised(cases.gaussian([100, 0, 2, 33, 140], heads=17, page_size=16, query_len=3))),
     "E4M3, sm_100, 32 rows": (SM100, 6, FP32, True, lambda: quantised(cases.gaussian([400, 0, 129], heads=40, page_size=80), 2.5)),
     "E4M3, sm_120, 16 rows": (SM120, 4, BF16, False, lambda: quantised(cases.gaussian(BETWEEN_EMPTY, heads=7))),
