@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,8 +50,10 @@ def render() -> str:
             "",
             *_table(("compute capability", "GPUs", "kernel", "run on hardware"), _gpu_rows()),
             "",
-            "A kernel was run on the GPUs that a file under docs/evidence/ comes from, and compiled for the others. Hopper has several, by the",
-            "query rows that share a request's keys (heads x query tokens) and by the elements of the cache.",
+            "All of them are served; the last column is where the kernels' tests ran. Where it says no, the kernel was compiled for these GPUs",
+            "and its machine code looked at, and no GPU of that kind ever ran it: the server says so in its log, and `vllm-dense-mla check` on",
+            "such a GPU compares the answers with FP64. Hopper has several kernels, by the query rows that share a request's keys (heads x query",
+            "tokens) and by the elements of the cache. Any other compute capability is refused at start.",
             "",
             "## Models and caches",
             "",
@@ -91,26 +92,27 @@ def refusals(capability: tuple[int, int] = (9, 0), **changes: Any) -> list[str]:
 
 
 def _gpu_rows() -> list[tuple[str, ...]]:
-    from dense_mla.arch import compile_target, forward_class, unsupported_reason
+    from dense_mla.arch import ARCHITECTURES, capability_name, compile_target, forward_class
 
-    measured = _measured_gpus()
     rows = []
-    for capability, names in GPUS.items():
-        name = f"{capability[0]}.{capability[1]}"
-        reason = unsupported_reason(capability)
-        if reason is not None:
-            why = reason.partition(": ")[2].partition(";")[0]
-            rows.append((name, ", ".join(names), f"refused at start: {why}", ""))
-            continue
+    for capability in ARCHITECTURES:
         kernels = dict.fromkeys(f"`{forward_class(capability, problem).__name__}`" for problem in _problems())
         kernel = f"{', '.join(kernels)} for `{compile_target(capability)}`"
-        ran = [gpu for gpu in measured if any(word in gpu for word in names)]
-        rows.append((name, ", ".join(names), kernel, ", ".join(ran) or "no, compiled only"))
+        rows.append((capability_name(capability), ", ".join(GPUS[capability]), kernel, _hardware(capability)))
     return rows
 
 
+def _hardware(capability: tuple[int, int]) -> str:
+    """Where the kernels of a capability ran: the one that is chosen, and another that was forced."""
+    from dense_mla.arch import KERNELS, chosen_kernel, forward_class, ran_on
+
+    others = [kernel for kernel in KERNELS if kernel != chosen_kernel(capability) and ran_on(capability, kernel)]
+    forced = [f"`{forward_class(capability, kernel=kernel).__name__}`, forced: {ran_on(capability, kernel)}" for kernel in others]
+    return "; ".join([ran_on(capability) or "no, compiled only", *forced])
+
+
 def _problems() -> list[Any]:
-    """One for each kernel that Hopper may have: for a few rows, for many, and for an FP8 cache."""
+    """One for each kernel that a GPU may have: for a few rows, for many, and for an FP8 cache."""
     import torch
 
     from dense_mla import DecodeProblem
@@ -119,11 +121,6 @@ def _problems() -> list[Any]:
 
     fp8 = [DecodeProblem(1, 64, kv_dtype=dtype) for dtype in VERIFIED_KV_DTYPES if dtype == torch.float8_e4m3fn]
     return [*(DecodeProblem(heads, 64) for heads in (1, MAX_TILE_ROWS)), *fp8]
-
-
-def _measured_gpus() -> list[str]:
-    """GPU names of the evidence files."""
-    return sorted({str(json.loads(path.read_text()).get("gpu", "")) for path in DOCS.glob("evidence/*.json")} - {""})
 
 
 def _model_rows() -> list[tuple[str, ...]]:

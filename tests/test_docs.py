@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from dense_mla import arch
 from dense_mla.merge_plan import THREADS, merge_shares
 from dense_mla.paged_kv import PageTiling
 from dense_mla.problem import FIXED_COST
@@ -70,8 +71,18 @@ def test_the_readme_marks_where_the_numbers_go_and_names_their_evidence() -> Non
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_resolve(document: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.M | re.S)
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-        assert "://" in target or (document.parent / target).exists(), f"{document.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", text):
+        if "://" in target:
+            continue
+        path = document.parent / target if target else document
+        assert path.exists(), f"{document.name} links to {target}"
+        assert not anchor or anchor in anchors(path), f"{document.name} links to {target}#{anchor}"
+
+
+def anchors(page: Path) -> list[str]:
+    """Those that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 STOPS = re.findall(r"`([\w.]+)`\s+in\s+\[[^]]+\]\(\.\./([\w/.]+\.py)\)", read("docs/decode_step.md"))
@@ -135,6 +146,16 @@ def test_the_support_page_is_current() -> None:
     assert read("docs/support.md") == docs_script("support_page").render(), "run: python docs/support_page.py"
 
 
+def test_the_readme_and_the_contract_name_every_gpu_and_where_the_kernels_ran() -> None:
+    (served,) = re.findall(r"^\| GPU \| (.*?) \|", read("README.md"), re.M)
+    (contract,) = re.findall(r"^- A GPU of compute capability .*?(?=^- )", read("kernels/README.md"), re.M | re.S)
+    for text in (served, contract):
+        assert sorted(re.findall(r"\b\d+\.\d\b", text)) == sorted(map(arch.capability_name, arch.ARCHITECTURES))
+    tested, compiled_only = (re.findall(r"\b\d+\.\d\b", part) for part in served.split("; compiled only"))
+    assert compiled_only == [arch.capability_name(each) for each in arch.ARCHITECTURES if arch.ran_on(each) is None]
+    assert tested == [arch.capability_name(each) for each in arch.ARCHITECTURES if arch.ran_on(each) is not None]
+
+
 def test_the_support_page_asks_everything_that_vllm_asks() -> None:
     """A question that a new vLLM asks of a backend has to get its line."""
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -174,7 +195,7 @@ def test_the_errors_of_the_deployment_page_are_the_self_test_s() -> None:
     assert said == tuple(f"{error:.1f}" for error in found)
 
 
-CALLERS = ("arch.py", "decoder.py", "reference.py", "compiled.py", "schedule.py", "__init__.py", "problem.py")  # of the kernels, not operators
+CALLERS = ("arch.py", "decoder.py", "launch_arguments.py", "reference.py", "compiled.py", "schedule.py", "problem.py")  # not of operators
 
 
 NAMES = {"BACKEND_NAME": BACKEND_NAME, "CACHE_DIR_VARIABLE": CACHE_DIR_VARIABLE, "PARTIAL_DTYPE_VARIABLE": PARTIAL_DTYPE_VARIABLE}
@@ -205,7 +226,7 @@ def messages() -> dict[str, str]:
                 texts = [node.body]
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "reasons.append":
                 texts = node.args
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("logger.warning", "_warn_once"):
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("logger.warning", "logger.warning_once", "_warn_once"):
                 texts = node.args[:1]
             elif isinstance(node, ast.Call) and [ast.unparse(argument) for argument in node.args[1:2]] == ["'failed'"]:
                 texts = node.args[2:3]
@@ -236,6 +257,10 @@ def test_every_message_has_its_cure() -> None:
         assert any(fits(pattern, text) for pattern in patterns), f"docs/troubleshooting.md has nothing on {text!r} ({name})"
 
 
+def test_every_row_has_something_to_do() -> None:
+    assert not re.findall(r"^\| `[^`]+`[^|]*\| *\|$", read("docs/troubleshooting.md"), re.M)
+
+
 def test_every_cure_is_for_a_message_that_exists() -> None:
     texts = messages()
     assert len(texts) > 50
@@ -248,10 +273,11 @@ def test_the_messages_of_vllm_are_its_own() -> None:
     import vllm
 
     root = Path(vllm.__file__).parent
-    sources = ["v1/attention/backends/registry.py", "plugins/__init__.py", "platforms/interface.py", "platforms/cuda.py", "v1/worker/workspace.py"]
+    sources = ["v1/attention/backends/registry.py", "plugins/__init__.py", "platforms/interface.py", "platforms/cuda.py"]
+    sources += ["v1/worker/workspace.py", "config/device.py"]
     source = re.sub(r'"\s*\n\s*f?"', "", "\n".join((root / path).read_text() for path in sources))
     text = read("docs/troubleshooting.md").split("## ")[1]
     said = re.findall(r"^\| `([^`]+)`", text, re.M)
-    assert len(said) == 5
+    assert len(said) == 6
     for message in said:
         assert re.split(r"'DENSE_MLA'| dense_mla|: VLLM_| …", message)[0] in source, message

@@ -58,11 +58,15 @@ def _select(selected: Any, asked: Any, capability: tuple[int, int]) -> str:
     """What vLLM's CUDA platform does with a backend that was named: its class, or its reasons as one error."""
     from vllm.platforms.interface import DeviceCapability
 
+    from .backend import DenseMLABackend
+
     if selected is None:
         raise ValueError("no attention backend is named: set attention-backend to DENSE_MLA")
     backend = selected.get_class()
     reasons = backend.validate_configuration(device_capability=DeviceCapability(*capability), **asked._asdict())
     if reasons:
+        if not issubclass(backend, DenseMLABackend):
+            raise ValueError(f"attention-backend must be DENSE_MLA, got {selected.name}")
         raise ValueError(f"{selected.name} does not take this deployment: {'; '.join(reasons)}")
     return f"{backend.__module__}.{backend.__qualname__}"
 

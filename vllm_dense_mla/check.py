@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dense_mla import DecodeProblem, reference, unsupported_reason
-from dense_mla.arch import ARCHITECTURES, compile_target, forward_class
+from dense_mla.arch import ARCHITECTURES, capability_name, compile_target, forward_class, ran_on
 from dense_mla.kernel_cache import cache_contents
 from dense_mla.problem import PARTIAL_DTYPES, TILE_KEYS
 
@@ -143,13 +143,21 @@ def _check_gpus() -> Check:
 
 
 def _check_kernels() -> Check:
-    """Every kernel that this version has: the GPUs here that run it, or why none does."""
+    """Every kernel that this version has: the GPUs here that run it, or why none does, and which of them are the first of their kind."""
     here = {index: torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())} if torch.cuda.is_available() else {}
     lines = [_kernel_line(name, capabilities, here) for name, capabilities in kernel_table().items()]
     refused = {index: reason for index, capability in here.items() if (reason := unsupported_reason(capability)) is not None}
     lines += [f"GPU {index}: {reason}" for index, reason in refused.items()]
     served = {index: capability for index, capability in here.items() if index not in refused}
-    values = {"kernels": {str(index): f"{', '.join(kernel_names(each))} for {compile_target(each)}" for index, each in served.items()}}
+    first_of_kind = {index: each for index, each in served.items() if ran_on(each) is None}
+    lines += [
+        f"GPU {index}: compiled for compute capability {capability_name(each)} and never run on such a GPU: the self-test below has to show it"
+        for index, each in first_of_kind.items()
+    ]
+    values = {
+        "kernels": {str(index): f"{', '.join(kernel_names(each))} for {compile_target(each)}" for index, each in served.items()},
+        "compiled_only": list(first_of_kind),
+    }
     status: Status = "failed" if refused else "ok" if here else "not run"
     return Check("kernels", status, "\n".join(lines), values)
 
@@ -179,7 +187,7 @@ def _kernel_of(capability: tuple[int, int], problem: DecodeProblem) -> str | Non
 
 
 def _kernel_line(name: str, capabilities: list[tuple[int, int]], here: dict[int, tuple[int, int]]) -> str:
-    served = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+    served = ", ".join(map(capability_name, capabilities))
     runs_on = [str(index) for index, capability in here.items() if capability in capabilities]
     if runs_on:
         return f"{name} runs on GPU {', '.join(runs_on)}"
@@ -208,8 +216,14 @@ def _kernel_cache(settings: DenseMLASettings) -> tuple[str, dict[str, Any]]:
     if folder is None:
         return line, values
     contents = cache_contents(folder)
-    held = f"{contents.entries} kernels of {contents.bytes:,} bytes" if contents.refusal is None else f"not used: {contents.refusal}"
-    return f"{line}: {held}", values | asdict(contents)
+    values |= asdict(contents)
+    # The server's words, so that they are found in the documentation.
+    if contents.refusal is not None:
+        return f"{line} is not used: {contents.refusal}", values
+    line += f": {contents.entries} kernels of {contents.bytes:,} bytes"
+    if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
+        line += "; it cannot be written: kernels that it lacks are compiled and not kept"
+    return line, values
 
 
 def _check_answers() -> Check:

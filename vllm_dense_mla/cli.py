@@ -15,7 +15,8 @@ from typing import NoReturn
 from . import __version__
 
 PROGRAM = "vllm-dense-mla"
-SMS_HELP = "streaming multiprocessors of the GPU: 132 on an H100 SXM or H200"
+H200_SMS = 132
+SMS_HELP = f"streaming multiprocessors of the GPU (default {H200_SMS}, an H100 SXM's or H200's; needed with another --capability)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,7 +47,7 @@ def _parser() -> _Parser:
 
 
 def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
-    about = "decode a ragged paged batch, with the kernels on a Hopper GPU and with their torch reference elsewhere"
+    about = "decode a ragged paged batch, with the kernels on a GPU that they support and with their torch reference elsewhere"
     parser = commands.add_parser("demo", help=about, description=about, allow_abbrev=False)
     parser.add_argument("--heads", type=_positive, default=12, help="query heads on one GPU, 1 to 128 (default %(default)s, Kimi-K3 at TP 8)")
     parser.add_argument("--batch", type=_positive, default=8, help="requests (default %(default)s)")
@@ -66,7 +67,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     source.add_argument("--heads", type=_positive, help="query heads on one GPU: the model's heads / tensor parallel size")
     parser.add_argument("--max-num-seqs", type=_positive, help="as given to vllm serve; needed with --heads, vLLM's default with --model")
     parser.add_argument("--capture-sizes", type=_sizes, help="as given to vllm serve, with commas: 1,2,4,8; as --max-num-seqs")
-    parser.add_argument("--sms", type=_positive, default=132, help=f"{SMS_HELP} (default %(default)s)")
+    parser.add_argument("--sms", type=_positive, help=SMS_HELP)
     parser.add_argument("--capability", type=_capability, default="9.0", help="compute capability of the GPU (default %(default)s)")
     parser.set_defaults(command=_plan)
 
@@ -88,17 +89,28 @@ def _demo(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     arguments = _plan_arguments(args)
     if arguments is None:
+        from dense_mla import unsupported_reason
+
         from .plan import print_heads_plan
 
-        print_heads_plan(args.heads, args.capture_sizes, args.max_num_seqs, args.sms)
+        if (reason := unsupported_reason(args.capability)) is not None:
+            raise ValueError(reason)
+        print_heads_plan(args.heads, args.capture_sizes, args.max_num_seqs, _sms(args))
         return 0
     with _quiet():
         from .deployment import read_deployment
         from .plan import print_plan
 
         deployment = read_deployment(arguments, args.model, args.capability)
-    print_plan(deployment, args.sms, args.capability)
+    print_plan(deployment, _sms(args), args.capability)
     return 0
+
+
+def _sms(args: argparse.Namespace) -> int:
+    """What --sms says, or an H200's: the other compute capabilities are of GPUs of many sizes."""
+    if args.sms is None and args.capability != (9, 0):
+        raise ValueError(f"--sms must be given with --capability {args.capability[0]}.{args.capability[1]}: the GPU's streaming multiprocessors")
+    return int(args.sms or H200_SMS)
 
 
 def _plan_arguments(args: argparse.Namespace) -> list[str] | None:
@@ -156,7 +168,7 @@ def _check(args: argparse.Namespace) -> int:
 def _quiet() -> Iterator[None]:
     """vLLM and torch log what they miss on a machine without a GPU; a command says itself what it found."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
 """`vllm-dense-mla demo`: one ragged paged batch, decoded with both partial dtypes and compared with the exact answer.
 
-The kernels do it where a Hopper GPU is, the torch reference on the CPU anywhere else. The report says which.
+The kernels do it where a GPU that they support is, the torch reference on the CPU anywhere else. The report says which.
 """
 
 from __future__ import annotations

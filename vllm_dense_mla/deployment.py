@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dense_mla.problem import HEAD_DIM_QK
 
@@ -28,6 +28,7 @@ class Deployment:
         mla_layers: MLA layers of the pipeline stage that has most of them; `model_mla_layers` is all of the model's.
         page_size: keys of a page as the kernels see it.
         draft: the model that drafts speculative tokens, where there is one; its KV cache is its own.
+        micro_batches: into which vLLM may cut a step (dual batch overlap); each has its own workspace.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Deployment:
     max_model_len: int
     tensor_parallel: int
     pipeline_parallel: int
+    micro_batches: int = 1
 
     @property
     def key_bytes(self) -> int:
@@ -56,7 +58,7 @@ def read_deployment(serve_arguments: Sequence[str], model_config: Path | None = 
 
     Args:
         serve_arguments: as after `vllm serve`: ["--config", FILE], or options.
-        model_config: config.json of the model, where it is not to be looked for under the model's name.
+        model_config: config.json of the model or the directory that it is in, where it is not to be looked for under the model's name.
         capability: compute capability of the GPUs that it runs on.
 
     Raises:
@@ -105,6 +107,8 @@ def describe(vllm_config: VllmConfig, model: str) -> Deployment:
         max_model_len=model_config.max_model_len,
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
+        # Data-parallel ranks agree on a cut step by step; one rank alone makes none.
+        micro_batches=parallel.num_ubatches if parallel.use_ubatching and parallel.data_parallel_size > 1 else 1,
     )
 
 
@@ -115,17 +119,22 @@ def _parse(serve_arguments: Sequence[str]) -> Any:
     parser = FlexibleArgumentParser()
     ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     parser.error = _raise  # vLLM's own prints its usage, some hundred lines
-    return parser.parse_args(["serve", *serve_arguments])
+    try:
+        return parser.parse_args(["serve", *serve_arguments])
+    except ValueError:
+        raise
+    except Exception as error:  # vLLM lets through what YAML raises, and an AttributeError where the file holds no options
+        _raise(f"{type(error).__name__}: {_first_lines(error)}")
 
 
-def _raise(message: str) -> None:
+def _raise(message: str) -> NoReturn:
     raise ValueError(f"vllm serve does not take these arguments: {message}")
 
 
 def _find_config(model: str, revision: str | None) -> Path:
-    """config.json of a local directory, of the Hugging Face cache, or, where the machine may download, of the hub."""
+    """A local directory, or config.json of the Hugging Face cache or, where the machine may download, of the hub."""
     if Path(model).is_dir():
-        return Path(model) / "config.json"
+        return Path(model)
     from huggingface_hub import hf_hub_download
 
     try:
@@ -137,7 +146,8 @@ def _find_config(model: str, revision: str | None) -> Path:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """A config.json without its `auto_map`: that names Python files beside it, and vLLM has classes of its own for these models."""
+    """A config.json, or that of a directory, without its `auto_map`: that names Python files, and vLLM has classes of its own for these models."""
+    path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -165,7 +175,7 @@ def _first_lines(error: BaseException) -> str:
     """The message of an error on one line. pydantic's holds the whole config after it."""
     errors = getattr(error, "errors", None)
     if callable(errors):
-        return "; ".join(" ".join(str(each["msg"]).split()) for each in errors())
+        return "; ".join(" ".join(str(each["msg"]).removeprefix("Value error, ").split()) for each in errors())
     return " ".join(str(error).split())[:600] or type(error).__name__
 
 

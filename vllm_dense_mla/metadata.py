@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from dense_mla.arch import compile_target, forward_class
+from dense_mla.arch import capability_name, compile_target, forward_class, ran_on
 from dense_mla.compiled import preparation
 from dense_mla.decoder import DenseMLADecoder
 from dense_mla.problem import DecodeProblem
@@ -129,6 +129,23 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder[DenseMLAMetadata]):
         self._is_causal = common_attn_metadata.causal is not False
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> DenseMLAMetadata:
+        """vLLM's, which checks that no request brings too many query tokens for a decode, and not that all bring the same number.
+
+        Raises:
+            ValueError: requests of different query lengths, of which vLLM leaves some to prefill: their graph would have the dummy requests'
+                keys for ever. Micro-batches get there, where half of a batch's tokens ends within a request.
+        """
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        if metadata.num_prefills:
+            lens = ", ".join(map(str, common_attn_metadata.query_start_loc_cpu.diff().tolist()))
+            multiple = self.vllm_config.parallel_config.num_ubatches * self._steps.longest_query
+            raise ValueError(
+                f"{BACKEND_NAME} decodes requests of one query length in a full CUDA graph, got {lens}: "
+                f"with micro-batches, cudagraph_capture_sizes must be multiples of {multiple}"
+            )
+        return metadata
+
     def _build_decode(
         self,
         block_table_tensor: torch.Tensor,
@@ -207,12 +224,16 @@ def _first(lens: torch.Tensor | None, requests: int) -> torch.Tensor | None:
 
 
 def _log_once(decoders: list[DenseMLADecoder], tables: WorkspaceTables, settings: DenseMLASettings) -> None:
-    """What runs here, where its kernels come from, and the bucket tables; at INFO from rank 0, once however many builders there are."""
-    problem = decoders[0].problem
+    """What runs here, where its kernels come from, and the bucket tables; at INFO from rank 0, once however many builders there are.
+
+    A WARNING as well on a GPU of a kind that no test ran on, and where batch invariance ends outside the kernels.
+    """
+    problem, capability = decoders[0].problem, device_capability(decoders[0].device)
+    names = ", ".join(dict.fromkeys(kernel_name(decoder) for decoder in decoders))
     logger.info_once(
         "%s backend: kernel %s, KV cache %s, partial dtype %s (%s), %d heads per rank, %s, page size %d, workspace %d bytes%s",
         BACKEND_NAME,
-        ", ".join(dict.fromkeys(kernel_name(decoder) for decoder in decoders)),
+        names,
         str(problem.kv_dtype).removeprefix("torch."),
         settings.partial_dtype,
         settings.partial_dtype_source,
@@ -223,6 +244,21 @@ def _log_once(decoders: list[DenseMLADecoder], tables: WorkspaceTables, settings
         ", batch invariant" if problem.batch_invariant else "",
         scope="global",
     )
+    if ran_on(capability) is None:
+        logger.warning_once(
+            "%s kernel %s was compiled and never run on a GPU of compute capability %s: try it with `vllm-dense-mla check` before you rely on it",
+            BACKEND_NAME,
+            names,
+            capability_name(capability),
+            scope="global",
+        )
+    if problem.batch_invariant and len(tables.by_query_len) > 1:
+        logger.warning_once(
+            "%s with VLLM_BATCH_INVARIANT=1 and speculative decoding: the kernels' bits depend on a request alone, but the other requests of a step "
+            "decide whether vLLM decodes its tokens together or verifies them as prefill, whose bits are others",
+            BACKEND_NAME,
+            scope="global",
+        )
     took = preparation()
     logger.info_once(
         "%s kernels: %d compiled, %d loaded from the cache (%s), %.1f s",
@@ -238,5 +274,10 @@ def _log_once(decoders: list[DenseMLADecoder], tables: WorkspaceTables, settings
 
 def kernel_name(decoder: DenseMLADecoder) -> str:
     """The forward kernel of a decoder, and the architecture that it is compiled for."""
-    capability = torch.cuda.get_device_capability(decoder.device)
+    capability = device_capability(decoder.device)
     return f"{forward_class(capability, decoder.problem).__name__} for {compile_target(capability)}"
+
+
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)

@@ -7,7 +7,7 @@ from math import ceil
 
 import torch
 
-from dense_mla.arch import compile_target, forward_class
+from dense_mla.arch import build_forward, compile_target, ran_on
 from dense_mla.problem import PARTIAL_DTYPES, TILE_KEYS, DecodeProblem
 
 from .absent_gpu import CAPABILITY
@@ -32,8 +32,9 @@ def print_plan(deployment: Deployment, sm_count: int, capability: tuple[int, int
     for name, value in plan_lines(deployment, sm_count, capability):
         print(f"{name:13}{value}")
     print("\nWorkspace of each decode batch, once for all layers")
+    each = f", for {deployment.micro_batches} micro-batches" if deployment.micro_batches > 1 else ""
     for dtype, tables in workspace_tables(deployment, sm_count).items():
-        print(f"\n{PARTIAL_NAMES[dtype]}: each GPU reserves {tables.largest.total_bytes:,} bytes\n{tables}")
+        print(f"\n{PARTIAL_NAMES[dtype]}: each GPU reserves {_reserved_bytes(deployment, tables):,} bytes{each}\n{tables}")
 
 
 def plan_lines(deployment: Deployment, sm_count: int, capability: tuple[int, int] = CAPABILITY) -> list[tuple[str, str]]:
@@ -61,13 +62,19 @@ def workspace_tables(deployment: Deployment, sm_count: int) -> dict[torch.dtype,
     return {dtype: deployment.steps.workspace(dtype, sm_count) for dtype in PARTIAL_DTYPES}
 
 
+def _reserved_bytes(d: Deployment, tables: WorkspaceTables) -> int:
+    return tables.largest.total_bytes * d.micro_batches
+
+
 def _kernels(d: Deployment, capability: tuple[int, int]) -> str:
-    """By query length, where they differ: the kernel depends on the rows that share a request's keys."""
+    """By query length, where they differ: the kernel depends on the rows that share a request's keys. ValueError where one does not fit."""
     names: dict[str, list[int]] = {}
     for query_len, problem in d.steps.problems(d.page_size, PARTIAL_DTYPES[0]).items():
-        names.setdefault(forward_class(capability, problem).__name__, []).append(query_len)
+        names.setdefault(type(build_forward(capability, problem)).__name__, []).append(query_len)
     named = [name if len(names) == 1 else f"{name} (query tokens: {', '.join(map(str, lens))})" for name, lens in names.items()]
-    return f"{', '.join(named)} for {compile_target(capability)}"
+    gpu = ran_on(capability)
+    evidence = f"tested on an {gpu}" if gpu else "compiled only, never run on such a GPU: see vllm-dense-mla check"
+    return f"{', '.join(named)} for {compile_target(capability)} ({evidence})"
 
 
 def _parallelism(d: Deployment) -> str:
@@ -98,5 +105,5 @@ def _token_bytes(d: Deployment) -> str:
 
 
 def _cost_of_fp32(d: Deployment, sm_count: int) -> str:
-    bf16, fp32 = (tables.largest.total_bytes for tables in workspace_tables(d, sm_count).values())
+    bf16, fp32 = (_reserved_bytes(d, tables) for tables in workspace_tables(d, sm_count).values())
     return f"{fp32 - bf16:,} bytes more than bf16 partials on each GPU: the KV cache of {ceil((fp32 - bf16) / d.token_bytes):,} tokens"

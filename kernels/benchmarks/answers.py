@@ -28,10 +28,12 @@ class Answer:
         """From each position's logprobs by token id; they must hold the answer's token and another.
 
         Raises:
-            ValueError: they do not, or there is not one for every token.
+            ValueError: they do not, there is not one for every token, or one is no finite number.
         """
         if len(ids) != len(steps) or any(token not in step or len(step) < 2 for token, step in zip(ids, steps)):
             raise ValueError(f"the answer to the prompt of {prompt_tokens} tokens lacks logprobs of its tokens or of others")
+        if not all(value is not None and math.isfinite(value) for step in steps for value in step.values()):  # JSON has null for NaN
+            raise ValueError(f"a logprob of the answer to the prompt of {prompt_tokens} tokens is not finite")
         others = [sorted((item for item in step.items() if item[0] != token), key=lambda item: -item[1]) for token, step in zip(ids, steps)]
         logprobs = tuple(round(step[token], 5) for token, step in zip(ids, steps))
         other_ids = tuple(tuple(token for token, _ in position) for position in others)
@@ -107,13 +109,14 @@ class Agreement:
 
 
 def agree(agreements: Sequence[Agreement]) -> bool:
-    """Whether answers to several prompts agree: each within its bar, and all of them together within LOGPROB_RMS_BAR."""
+    """Whether answers to several prompts agree: in some token at all, each within its bar, and all of them together within LOGPROB_RMS_BAR."""
     rms = over_all(agreements)["logprob_rms"]
     return rms is not None and rms <= LOGPROB_RMS_BAR and all(agreement.within() for agreement in agreements)
 
 
 def over_all(agreements: Sequence[Agreement]) -> dict[str, Any]:
-    """Of several prompts together: tokens, how many agree, and the largest and the root mean square of the logprob differences of those."""
+    """Of several prompts together: tokens, how many agree, and the largest and the root mean square (None of no token) of the logprob differences
+    of those."""
     agreeing = sum(agreement.agreeing for agreement in agreements)
     gaps = [agreement.logprob_gap for agreement in agreements]
     squares = math.fsum(agreement.logprob_rms**2 * agreement.agreeing for agreement in agreements)
@@ -121,7 +124,7 @@ def over_all(agreements: Sequence[Agreement]) -> dict[str, Any]:
         "tokens": sum(agreement.tokens for agreement in agreements),
         "agreeing": agreeing,
         "logprob_gap": None if any(map(math.isnan, gaps)) else _finite(max(gaps, default=0.0)),
-        "logprob_rms": _finite(math.sqrt(squares / agreeing) if agreeing else 0.0),
+        "logprob_rms": _finite(math.sqrt(squares / agreeing) if agreeing else None),
     }
 
 

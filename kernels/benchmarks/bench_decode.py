@@ -7,7 +7,7 @@
 Every kernel at every shape: its output is compared with FP64 softmax attention in the very buffers that are timed, before and after, and its
 calls over rotating KV caches (so that the L2 is cold) are captured in one CUDA graph. Then the graphs are replayed in rounds, each kernel's once
 a round in a random order, and each replay is a sample. A kernel that fails is written down with its error and the others go on. Under a time
-limit the most important shapes come first, and what was left out is named.
+limit the most important shapes come first. The evidence is written after each shape, and names what has not run.
 
 Where --shapes is not given, uneven batches are decoded with 16, 64 and 128 heads alone. Where --peers is not given, other heads are timed
 beside TRITON_MLA, which compiles anew for each of them and is not the fastest, at two shapes only.
@@ -44,7 +44,8 @@ from benchmarks.contenders import (
 )
 from benchmarks.evidence import EVIDENCE_DIR, DecodeEvidence, collect_facts, write_json
 from benchmarks.graph_timing import LEAST_SAMPLES
-from benchmarks.peers import PEERS, PEERS_OF_FP8_CACHES, PEERS_OF_SEVERAL_TOKENS, b12x_is_installed
+from benchmarks.outside_peers import b12x_is_installed
+from benchmarks.peers import PEERS, PEERS_OF_FP8_CACHES, PEERS_OF_SEVERAL_TOKENS
 from benchmarks.read_ceiling import measure_read_ceiling
 from benchmarks.shape_timing import ShapeTiming
 from dense_mla.problem import DecodeProblem
@@ -78,15 +79,17 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     evidence = DecodeEvidence(facts, measure_read_ceiling(device))
     print(f"{facts.gpu}, read ceiling {evidence.read_ceiling_GBps:.0f} GB/s", flush=True)
+    work = ordered_work(args.heads, args.shapes, args.also, args.uneven_heads)
+    evidence.not_run = [f"{heads} heads, {shape.label}" for heads, shape in work]
+    write_json(args.json, evidence.to_json())
     alive = True
-    for heads, shape in ordered_work(args.heads, args.shapes, args.also, args.uneven_heads):
+    for heads, shape in work:
         if not alive or time.monotonic() > deadline:
-            evidence.not_run.append(f"{heads} heads, {shape.label}")
-            continue
+            break
         timing = ShapeTiming(evidence, shape, heads, args.page_size, device, KV_DTYPES[args.kv_dtype], args.k_scale)
         alive = timing.measure(contenders_of(args, heads, shape), args.replays)
+        del evidence.not_run[0]
         write_json(args.json, evidence.to_json())
-    write_json(args.json, evidence.to_json())
     report(evidence)
     ours_failed = any(failure.kernel.startswith(OURS) for failure in evidence.failures)
     return 1 if ours_failed or evidence.not_run else 0

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.comparison_table import OURS, PORTABLE
-from benchmarks.decode_inputs import DecodeInputs
-from benchmarks.peers import PEERS, PEERS_QUANTISING_Q, Call
+from benchmarks.decode_inputs import Call, DecodeInputs
+from benchmarks.peers import PEERS, PEERS_QUANTISING_Q
 from dense_mla.problem import DecodeProblem
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ The calls of a timed graph go through the layers in turn. With enough caches, ea
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,9 @@ SCALE = 192**-0.5  # of the 128 + 64 dimensions before DeepSeek's latent project
 SEED = 20
 KV_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8_e4m3"}
 E4M3_MAX = 448.0
+
+# Decode one layer: (kv_cache [pages, page_size, 576], out [R, heads, 512]). Writes `out`, or leaves it alone and returns an output of its own.
+Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +138,12 @@ class DecodeInputs:
 def quantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Values divided by their scale as E4M3, saturated: a plain cast makes NaN of what E4M3 does not reach."""
     return (values.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def require_one_query_token(name: str, inputs: DecodeInputs) -> None:
+    """ValueError where a request has several: the peer of this name is not timed with them."""
+    if inputs.query_len != 1:
+        raise ValueError(f"{name} is timed with 1 query token of each request, got {inputs.query_len}")
 
 
 def num_caches(cache_bytes: int, rotated_bytes: int = ROTATED_BYTES, cap_bytes: int = MEMORY_CAP_BYTES) -> int:

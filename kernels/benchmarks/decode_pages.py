@@ -32,8 +32,7 @@ def decode_section(evidence: dict[str, Any], kernel: str = OURS) -> list[str]:
         if body := make(rows, kernel):
             lines += [f"### {title}", "", *body, ""]
     lines += [f"- {failure_line(failure)}" for failure in evidence["failures"]]
-    lines += [f"- Not run: {label}." for label in evidence["not_run"]]
-    return lines
+    return lines + not_run_lines(evidence["not_run"])
 
 
 def summary(evidence: dict[str, Any]) -> list[str]:
@@ -51,8 +50,7 @@ def summary(evidence: dict[str, Any]) -> list[str]:
 
 def findings(rows: Sequence[DecodeRow], kernel: str = OURS) -> list[str]:
     """What the tables come to, good or bad."""
-    groups = [group for heads in sorted({row.heads for row in rows}) for group in by_shape(rows, heads).values()]
-    ratios = [(peer.us / ours.us, ours) for group in groups if (ours := ours_of(group, "bf16", kernel)) and (peer := fastest_peer(group))]
+    groups, ratios = _groups(rows), peer_ratios(rows, kernel)
     lines = []
     if ratios:
         slower = [f"{ours.shape} at {ours.heads} heads ({ratio:.2f})" for ratio, ours in ratios if ratio < 1]
@@ -67,6 +65,28 @@ def findings(rows: Sequence[DecodeRow], kernel: str = OURS) -> list[str]:
             f"{at_most.heads} heads) of the time of BF16 partials."
         )
     return lines + [line for row in rows if (line := tokens_finding(row, rows, kernel))]
+
+
+def peer_ratios(rows: Sequence[DecodeRow], kernel: str = OURS) -> list[tuple[float, DecodeRow]]:
+    """The fastest peer's time / ours and our row, in every case that both were timed in."""
+    return [(peer.us / ours.us, ours) for group in _groups(rows) if (ours := ours_of(group, "bf16", kernel)) and (peer := fastest_peer(group))]
+
+
+def overall(evidence: dict[str, Any]) -> str:
+    """One sentence for all head counts; empty without a peer's time."""
+    ratios = peer_ratios(decode_rows(evidence))
+    if not ratios:
+        return ""
+    least, at = min(ratios, key=lambda item: item[0])
+    faster = sum(ratio >= 1 for ratio, _ in ratios)
+    heads = ", ".join(map(str, sorted({row.heads for _, row in ratios})))
+    worst = f"{least:.2f} x in the worst, {at.shape} at {at.heads} heads"
+    return f"With {heads} heads, faster than the fastest peer in {faster} of {len(ratios)} cases; {worst}."
+
+
+def _groups(rows: Sequence[DecodeRow]) -> list[list[DecodeRow]]:
+    """The rows of each head count and shape."""
+    return [group for heads in sorted({row.heads for row in rows}) for group in by_shape(rows, heads).values()]
 
 
 def tokens_finding(row: DecodeRow, rows: Sequence[DecodeRow], kernel: str = OURS) -> str | None:
@@ -139,6 +159,15 @@ ASIDE_TABLES: tuple[tuple[str, Callable[[Sequence[DecodeRow], str], list[str]]],
     ("Captured for longer requests", planned_table),
     ("The merge's share", merge_table),
 )
+
+
+def not_run_lines(labels: Sequence[str]) -> list[str]:
+    """A line a head count for what the time limit left out, `HEADS heads, SHAPE` each."""
+    left: dict[str, list[str]] = {}
+    for label in labels:
+        heads, _, shape = label.partition(", ")
+        left.setdefault(heads, []).append(shape)
+    return [f"- Not run with {heads}: {', '.join(shapes)}." for heads, shapes in left.items()]
 
 
 def failure_line(failure: dict[str, Any]) -> str:

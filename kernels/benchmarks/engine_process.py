@@ -18,7 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-NOTABLE = re.compile(r"DENSE_MLA|dense_mla|Using \S+ (attention )?backend|CUDA ?[Gg]raph|cudagraph|JIT|rows.*slots")
+NOTABLE = re.compile(
+    r"DENSE_MLA|dense_mla|Using \S+ (attention )?backend|CUDA ?[Gg]raph|cudagraph|JIT|rows.*slots|attention block size|store kv cache"
+)
 MAX_NOTABLE_LINES = 80
 STOP_SECONDS = 45.0
 

@@ -41,6 +41,11 @@ class RunFacts:
     cutlass_dsl: str | None
     date: str
 
+    @property
+    def source(self) -> str:
+        """The commit, and whether that is all of it."""
+        return source_text(self.commit, self.dirty)
+
 
 @dataclass(frozen=True)
 class DecodeRow:
@@ -96,7 +101,7 @@ class Failure:
 
 @dataclass
 class DecodeEvidence:
-    """The file of one bench_decode run. `not_run` names what the time limit left out: an unfinished run never looks like a whole one."""
+    """The file of one bench_decode run. `not_run` names what is still to be run or was left out: an unfinished run never looks like a whole one."""
 
     facts: RunFacts
     read_ceiling_GBps: float
@@ -119,8 +124,10 @@ def collect_facts(commit: str | None, dirty: str | None) -> RunFacts:
     """Facts of this process on the current CUDA device. `commit` and `dirty` ("yes", "no") as the caller gave them.
 
     Raises:
-        ValueError: the commit is neither given nor readable from git.
+        ValueError: there is no CUDA device, or the commit is neither given nor readable from git.
     """
+    if not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here to measure")
     revision, is_dirty = source_state(commit, dirty)
     return RunFacts(
         command=recorded_command(sys.argv),
@@ -164,6 +171,11 @@ def source_state(commit: str | None, dirty: str | None) -> tuple[str, bool]:
     # Evidence is an output: writing it does not make the measured source dirty.
     changes = _git("status", "--porcelain", "--", ".", ":(exclude)docs/evidence")
     return _git("rev-parse", "HEAD"), bool(changes)
+
+
+def source_text(commit: str, dirty: bool) -> str:
+    """A commit as it is written beside what it made."""
+    return f"{commit[:12]}{', with uncommitted changes' if dirty else ''}"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@
 
 The batch is small, so that the device is always ahead of the host, and the host waits for it only between groups of steps. The backends take
 turns, a group each. Each output is compared with FP64 attention before anything is timed. Exit status: 0 if DENSE_MLA ran, was right, and took
-no longer than the fastest peer; 1 if not; 2 for bad arguments.
+no longer than the fastest peer; 1 if not, and what failed is in the evidence; 2 for bad arguments.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the kernels and 
 from benchmarks.batch_shape import BatchShape
 from benchmarks.contenders import MAX_RELATIVE_L2
 from benchmarks.decode_inputs import DecodeInputs, worst_relative_l2
+from benchmarks.engine_log import OURS
 from benchmarks.evidence import EVIDENCE_DIR, collect_facts, error_text, write_json
-from benchmarks.served_run import OURS
 from benchmarks.shape_timing import WrongAnswerError
 
 GROUP_STEPS = 50
@@ -53,14 +53,26 @@ def main() -> int:
 
     device = torch.device("cuda", torch.cuda.current_device())
     init_workspace_manager(device)  # as the model runner does: no layer allocates its workspace
-    inputs = DecodeInputs.random(BatchShape.parse(args.shape), args.heads, PAGE_SIZE, device)
-    steps, failures = prepared_steps([OURS, *args.peers], inputs)
-    rows = [row for form in QUERY_FORMS for row in measure(steps, inputs, form, args.steps)] if steps else []
+    rows, failures = measured([OURS, *args.peers], args, device)
     content = asdict(facts) | {"rows": rows, "comparisons": comparisons(rows), "failures": failures}
     write_json(args.json, content)
     report(content)
     passed = len(content["comparisons"]) == len(QUERY_FORMS) and all(item["ours_over_fastest_peer"] <= 1 for item in content["comparisons"])
     return 0 if passed and not any(failure["backend"] == OURS for failure in failures) else 1
+
+
+def measured(backends: Sequence[str], args: argparse.Namespace, device: torch.device) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """The rows of every backend and form of q, and what failed. An error that is no single backend's ends it, and leaves the rows before it."""
+    rows: list[dict[str, Any]] = []
+    failures: list[dict[str, str]] = []
+    try:
+        inputs = DecodeInputs.random(BatchShape.parse(args.shape), args.heads, PAGE_SIZE, device)
+        steps, failures = prepared_steps(backends, inputs)
+        for form in QUERY_FORMS if steps else ():
+            rows += measure(steps, inputs, form, args.steps)
+    except Exception as error:
+        failures.append({"backend": "every backend", "error": error_text(error)})
+    return rows, failures
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

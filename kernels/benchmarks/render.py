@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks o
 
 from benchmarks.bandwidth_chart import COLORS, bandwidth_chart
 from benchmarks.comparison_table import OURS, PORTABLE
-from benchmarks.decode_pages import CHART_ALT, MAIN_HEADS, by_shape, decode_rows, decode_section, ours_of, summary
-from benchmarks.evidence import ROOT, DecodeRow
+from benchmarks.decode_aims import aims_section
+from benchmarks.decode_pages import CHART_ALT, MAIN_HEADS, by_shape, decode_rows, decode_section, ours_of, overall, summary
+from benchmarks.evidence import ROOT, DecodeRow, source_text
 from benchmarks.served_pages import host_cost_section, load_section, served_section, throughput_section
 
 NOTHING = "Nothing is claimed here yet."
@@ -91,6 +92,7 @@ def readme_block(root: Path) -> str:
             "",
             *summary(evidence),
         ]
+        lines += ["", sentence] if (sentence := overall(evidence)) else []
         parts.append("\n".join([*lines, "", f"![{CHART_ALT}]({CHART})"] if chart and chart_rows(evidence) else lines))
     where = "Other head counts, serving, the host: [docs/benchmarks.md](docs/benchmarks.md)."
     return "\n\n".join([*parts, where]) if parts else ""
@@ -113,14 +115,16 @@ def page(root: Path) -> str:
 def decode_body(evidence: dict[str, Any], name: str, kernel: str) -> list[str]:
     """A bench_decode run's facts, the chart where there is one, and its tables."""
     chart = [f"![{CHART_ALT}]({Path(CHART).name})", ""] if name == DECODE and chart_rows(evidence) else []
-    return [*facts(evidence, name), "", *chart, *decode_section(evidence, kernel)]
+    aims = aims_section(decode_rows(evidence), kernel)
+    return [*facts(evidence, name), "", *chart, *([*aims, ""] if aims else []), *decode_section(evidence, kernel)]
 
 
 def facts(evidence: dict[str, Any], name: str) -> list[str]:
     """Who measured what, where."""
     versions = f"torch {evidence['torch']}, vLLM {evidence['vllm']}, CUTLASS DSL {evidence['cutlass_dsl']}"
     machine = (
-        f"{evidence['gpu']}, driver {evidence['driver']}, {versions}, commit {evidence['commit'][:12]}{_state(evidence)}, {evidence['date'][:10]}."
+        f"{evidence['gpu']}, driver {evidence['driver']}, {versions}, commit {source_text(evidence['commit'], evidence['dirty'])}, "
+        f"{evidence['date'][:10]}."
     )
     return [f"[{name}](../{name}): {machine}", "", f"    {evidence['command']}"]
 

@@ -4,7 +4,8 @@
 
 One engine for each backend and partial dtype, with full CUDA graphs; `--together` of them start side by side, but each is measured alone, in its
 turn. Every run keeps the time of each of its steps. Parts can be run one by one with `--backends`; `--reuse` takes the others from an earlier
-file. Exit status: 0 if every engine was measured, 1 if not, 2 if nothing could start.
+file. The evidence is written with every batch and context that is measured: where it is stopped, it holds those and names what is missing. Exit
+status: 0 if every engine was measured, 1 if not, 2 if nothing could start.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks of this checkout
 
+from benchmarks.engine_log import OURS, unsaid
 from benchmarks.engine_process import EngineProcess, sigterm_raises
-from benchmarks.evidence import EVIDENCE_DIR, collect_facts, error_text, write_json
-from benchmarks.served_run import OURS, PARTIAL_DTYPE_VARIABLE, check_plugin, names_backend, recorded_child
+from benchmarks.evidence import EVIDENCE_DIR, RunFacts, collect_facts, source_text, write_json
+from benchmarks.served_run import PARTIAL_DTYPE_VARIABLE, check_plugin, recorded_child
 from benchmarks.tiny_checkpoint import TinyCheckpoint
 
 BACKENDS = "DENSE_MLA,FLASHMLA,FLASH_ATTN_MLA,TRITON_MLA"
@@ -32,6 +34,7 @@ THROUGHPUT_ENGINE = Path(__file__).with_name("throughput_engine.py")
 BYTES_PER_TOKEN_AND_LAYER = 576 * 2
 SPARE_POSITIONS = 1024  # of a request: its answer, and a page that is not full
 PREFILL_TOKENS = 16384  # of a step
+UNFINISHED = "not finished"
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,26 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"serve_throughput: {error}", file=sys.stderr)
         return 2
-    content: dict[str, Any] = {}
+    content = evidence_of(facts, args, engines)
+    write_json(args.json, content)
     for name, engine in measured(args.engine_runs, args, time.monotonic() + args.time_limit_s):
         engines[name] = engine
-        print(f"{name}: {engine['error'] or 'measured'} in {engine['seconds']} s", flush=True)
-        content = asdict(facts) | {"layers": args.layers, "heads": args.heads, "engines": list(engines.values()), "rows": rows_of(engines)}
+        content = evidence_of(facts, args, engines)
         write_json(args.json, content)
+        print(f"{name}: {engine['error'] or 'measured'}, {len(engine['measurements'])} rows in {engine['seconds']} s", flush=True)
     report(content, args.json.parent)
-    return 1 if any(engine["error"] for engine in engines.values()) else 0
+    return 1 if content["not_run"] or any(engine["error"] for engine in engines.values()) else 0
+
+
+def evidence_of(facts: RunFacts, args: argparse.Namespace, engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The whole evidence object, with what is not there yet by its name."""
+    return asdict(facts) | {
+        "layers": args.layers,
+        "heads": args.heads,
+        "rows": rows_of(engines),
+        "not_run": [run.name for run in args.engine_runs if run.name not in engines],
+        "engines": list(engines.values()),
+    }
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -136,7 +151,8 @@ def measured(runs: Sequence[ThroughputRun], args: argparse.Namespace, deadline: 
                 for engine in engines:
                     engine.wait_until_ready(deadline)
                 for engine in engines:
-                    yield engine.run.name, engine.measure(deadline)
+                    for record in engine.measure(deadline):
+                        yield engine.run.name, record
             finally:
                 for engine in engines:
                     engine.process.kill()
@@ -146,7 +162,7 @@ class StartedEngine:
     """A child that starts its engine at once and measures when it is told to."""
 
     def __init__(self, run: ThroughputRun, checkpoint: Path, scratch: Path, log: Path, options: dict[str, Any], plan: dict[str, Any]) -> None:
-        self.run = run
+        self.run, self.plan = run, plan
         self.result = scratch / f"{run.name}.json"
         command = run.command(checkpoint, self.result, options, plan)
         self.command = recorded_child(command, run.environment, checkpoint, scratch)
@@ -158,26 +174,55 @@ class StartedEngine:
         while not self.result.with_suffix(".ready").exists() and self.process.exit_status() is None and time.monotonic() < deadline:
             time.sleep(0.1)
 
-    def measure(self, deadline: float) -> dict[str, Any]:
-        """Tell it to measure, wait until it has ended, and return its record. Errors are in the record, not raised."""
-        record: dict[str, Any] = asdict(self.run) | {"name": self.run.name, "command": self.command, "error": None, "measurements": []}
+    def measure(self, deadline: float) -> Iterator[dict[str, Any]]:
+        """Tell it to measure; its record with each row that it has measured, and once it has ended. Errors are in the record, not raised."""
         self.result.with_suffix(".go").touch()
-        try:
-            if status := self.process.wait(deadline):
-                raise RuntimeError(f"the engine ended with status {status}")
-            record["measurements"] = json.loads(self.result.read_text())
-            if not names_backend(self.process.log_lines(), self.run.backend):
-                raise RuntimeError(f"the log does not say that {self.run.backend} was used")
-        except Exception as error:  # the others go on; this one's record says what happened
-            record["error"] = error_text(error)
-        finally:
-            self.process.kill()
-        return record | {"seconds": round(time.monotonic() - self.begin, 1), "log_lines": self.process.notable_lines()}
+        shown = 0
+        while self.process.exit_status() is None and time.monotonic() < deadline:
+            if len(rows := self.rows()) > shown:
+                shown = len(rows)
+                yield self.record(rows, UNFINISHED)
+            time.sleep(0.1)
+        status = self.process.exit_status()
+        self.process.kill()
+        rows = self.rows()
+        yield self.record(rows, self.error(status, rows))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What it has measured so far."""
+        rows: list[dict[str, Any]] = json.loads(self.result.read_text())["measurements"] if self.result.exists() else []
+        return rows
+
+    def error(self, status: int | None, rows: Sequence[dict[str, Any]]) -> str | None:
+        """What is wrong with an engine that has ended, or was ended (`status` None)."""
+        if status is None:
+            return "still running at the time limit"
+        if status:
+            return f"the engine ended with status {status}"
+        found = [(row["context"], row["batch"], len(row["runs"])) for row in rows]
+        wanted = [(context, batch, self.plan["runs"]) for context in self.plan["contexts"] for batch in self.plan["batches"]]
+        return None if found == wanted else f"the (context, batch, runs) measured must be {wanted}, got {found}"
+
+    def record(self, rows: Sequence[dict[str, Any]], error: str | None) -> dict[str, Any]:
+        """As the evidence holds it. Rows of an engine whose log does not say that it served as it was asked to are nobody's."""
+        missing = unsaid(self.process.log_lines(), self.run.backend, self.run.partial_dtype, full_graphs=True)
+        return asdict(self.run) | {
+            "name": self.run.name,
+            "command": self.command,
+            "error": error or missing,
+            "measurements": [] if missing else list(rows),
+            "seconds": round(time.monotonic() - self.begin, 1),
+            "log_lines": self.process.notable_lines(),
+        }
 
 
 def earlier_engines(path: Path | None) -> dict[str, dict[str, Any]]:
-    """Engines of an earlier evidence file, by name."""
-    return {} if path is None else {engine["name"]: engine for engine in json.loads(path.read_text())["engines"]}
+    """Engines of an earlier evidence file, by name, each with the commit that it served."""
+    if path is None:
+        return {}
+    content = json.loads(path.read_text())
+    source = source_text(content["commit"], content["dirty"])
+    return {engine["name"]: {"source": source} | engine for engine in content["engines"]}
 
 
 def rows_of(engines: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -192,20 +237,21 @@ def rows_of(engines: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             "runs": [run["tokens_per_s"] for run in item["runs"]],
         }
         for engine in engines.values()
-        if not engine["error"]
         for item in engine["measurements"]
     ]
 
 
 def report(content: dict[str, Any], folder: Path) -> None:
-    """A line a batch and context with every engine's tokens per second, then the end of each failed engine's log."""
-    rows = content.get("rows", [])
+    """A line a batch and context with every engine's tokens per second, then what did not run, and the end of each failed engine's log."""
+    rows = content["rows"]
     names = list(dict.fromkeys((row["kernel"], row["partial_dtype"]) for row in rows))
     print("batch  context  " + "  ".join(f"{' '.join(filter(None, name)):>18s}" for name in names))
     for shape in dict.fromkeys((row["batch"], row["context"]) for row in rows):
         found = {(row["kernel"], row["partial_dtype"]): row["tokens_per_s"] for row in rows if (row["batch"], row["context"]) == shape}
         print(f"{shape[0]:5d}  {shape[1]:7d}  " + "  ".join(f"{found[name]:18.1f}" if name in found else f"{'-':>18s}" for name in names))
-    for engine in content.get("engines", []):
+    for name in content["not_run"]:
+        print(f"NOT RUN {name}")
+    for engine in content["engines"]:
         for log in folder.glob(f"*_{engine['name']}.log") if engine["error"] else ():
             print(f"\n{engine['name']} FAILED: {engine['error']}\n--- end of {log.name}")
             print("\n".join(log.read_text(errors="replace").splitlines()[-40:]))

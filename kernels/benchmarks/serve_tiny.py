@@ -1,15 +1,17 @@
 """Serve a tiny MLA model with DENSE_MLA through vLLM, and compare its answers with TRITON_MLA's.
 
     python kernels/benchmarks/serve_tiny.py --parallel --json docs/evidence/serve_tiny_h200.json
-    python kernels/benchmarks/serve_tiny.py --model-shape k3 --variants plain,no_attention,heads96,heads48,heads24,heads6 --parallel
+    python kernels/benchmarks/serve_tiny.py --model-shape k3 --parallel
+    python kernels/benchmarks/serve_tiny.py --variants spec4,spec8,prefix,invariant,fp8 --jobs 6
 
 Greedy answers with full CUDA graphs to prompts from 1 to 4,000 tokens, from vLLM's offline engine and from `vllm serve` over HTTP (an engine in
 a spawned process), in both partial dtypes, with the compilation that vLLM does by itself (`--compilation`). FLASHMLA's answers stand beside: how
 far two of vLLM's own backends are apart is the measure. `--variants` (variants.py) serve the model with speculative decoding, a prefix cache, an
 FP8 cache, other head counts; each is compared with TRITON_MLA served the same way. The plugin must be installed: vLLM finds it by its entry point.
-Parts can be run one by one; `--reuse` takes the other runs from an earlier file.
+Parts can be run one by one; `--reuse` takes the other runs from an earlier file. The evidence is written before the first run and after each: where
+this is stopped, it names what has not run.
 
-Exit status: 0 if every run answered and every comparison is within the bar, else 1; 2 if nothing could start.
+Exit status: 0 if every run answered (a peer's need not) and every comparison is within the bar, else 1; 2 if nothing could start.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks of this checkout
 
 from benchmarks.answers import LOGPROB_BAR, LOGPROB_RMS_BAR, MAX_TOKENS, Agreement, agree, over_all
+from benchmarks.engine_log import OURS
 from benchmarks.engine_process import EngineProcess, sigterm_raises
-from benchmarks.evidence import EVIDENCE_DIR, RunFacts, collect_facts, write_json
-from benchmarks.served_run import COMPILATIONS, OURS, UNCOMPILED, VLLMS_OWN, RunRecord, ServedRun, check_plugin, execute
+from benchmarks.evidence import EVIDENCE_DIR, RunFacts, collect_facts, source_text, write_json
+from benchmarks.served_run import COMPILATIONS, UNCOMPILED, VLLMS_OWN, RunRecord, ServedRun, check_plugin, execute
 from benchmarks.tiny_checkpoint import TinyCheckpoint
 from benchmarks.tiny_k3_checkpoint import TinyK3Checkpoint
-from benchmarks.variants import K3_PROMPT_TOKENS, NO_ATTENTION, PLAIN, PROMPT_TOKENS, VARIANTS
+from benchmarks.variants import K3_PROMPT_TOKENS, K3_VARIANTS, NO_ATTENTION, PLAIN, PROMPT_TOKENS, VARIANTS
 
 REFERENCE, PEER = "TRITON_MLA", "FLASHMLA"
 CHECKPOINTS: dict[str, type[TinyCheckpoint]] = {"deepseek": TinyCheckpoint, "k3": TinyK3Checkpoint}
@@ -49,15 +52,16 @@ def main() -> int:
     try:
         check_plugin(args.backends)
         facts = collect_facts(args.commit, args.dirty)
-        records = earlier_records(args.reuse)
+        records = earlier_records(args.reuse, args.model_shape, args.compilation)
     except (ValueError, OSError) as error:
         print(f"serve_tiny: {error}", file=sys.stderr)
         return 2
-    return run_and_report(args, records, lambda: evidence_of(facts, args.model_shape, records, args.compilation))
+    return run_and_report(args, records, lambda: evidence_of(facts, args.model_shape, records, args.compilation, args.runs))
 
 
 def run_and_report(args: argparse.Namespace, records: dict[str, RunRecord], evidence: Callable[[], dict[str, Any]]) -> int:
     """Add the record of each run to `records` as it ends, write `evidence()` of what there is by then, and report the whole. The exit status."""
+    write_json(args.json, evidence())
     with closing(executed(args.runs, args, time.monotonic() + args.time_limit_s)) as ended:
         for record in ended:
             records[record.name] = record
@@ -72,9 +76,11 @@ def run_and_report(args: argparse.Namespace, records: dict[str, RunRecord], evid
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", choices=CHECKPOINTS, default="deepseek", help="k3: one KDA layer and one MLA layer, as Kimi-K3 has them")
-    parser.add_argument("--variants", type=_words, default=PLAIN, help=f"of {', '.join(VARIANTS)}; only {PLAIN} is also served over HTTP")
+    variants = f"of {', '.join(VARIANTS)}; by default {PLAIN}, of k3 {', '.join(K3_VARIANTS)}; only {PLAIN} is also served over HTTP"
+    parser.add_argument("--variants", type=_words, help=variants)
     parser.add_argument("--parts", type=_words, default="offline,serve", help="offline, serve or both")
-    parser.add_argument("--backends", type=_words, help=f"offline, each; served, {OURS} alone; by default {REFERENCE}, {OURS} and where plain {PEER}")
+    backends = f"offline, each; served, {OURS} alone; by default {REFERENCE}, {OURS} and, of k3 and where plain, {PEER}"
+    parser.add_argument("--backends", type=_words, help=backends)
     parser.add_argument("--partial-dtypes", type=_words, default="bf16,fp32")
     parser.add_argument(
         "--compilation", choices=COMPILATIONS, help=f"{VLLMS_OWN}: vLLM's own; {UNCOMPILED}: starts sooner, the default of k3 and of variants"
@@ -92,6 +98,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if unknown := [part for part in args.parts if part not in ("offline", "serve")]:
         parser.error(f"--parts must be offline, serve or both, got {', '.join(unknown)}")
+    args.variants = args.variants or (list(K3_VARIANTS) if args.model_shape == "k3" else [PLAIN])
     if unknown := [name for name in args.variants if name not in VARIANTS]:
         parser.error(f"--variants must be of {', '.join(VARIANTS)}, got {', '.join(unknown)}")
     if args.jobs < 1:
@@ -101,7 +108,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     deepseek, plain = args.model_shape == "deepseek", args.variants == [PLAIN]
     args.json = args.json or EVIDENCE_DIR / (VARIANTS_EVIDENCE_NAME if deepseek and not plain else EVIDENCE_NAMES[args.model_shape])
     args.compilation = args.compilation or (VLLMS_OWN if deepseek and plain else UNCOMPILED)
-    args.backends = args.backends or ([REFERENCE, PEER, OURS] if deepseek and plain else [REFERENCE, OURS])
+    args.backends = args.backends or ([REFERENCE, OURS] if deepseek and not plain else [REFERENCE, PEER, OURS])
     rounds = (PROMPTS[args.model_shape],)
     args.runs = planned_runs(args.parts, args.backends, args.partial_dtypes, args.variants, rounds, args.compilation)
     if not args.runs:
@@ -164,20 +171,33 @@ def written_checkpoints(runs: Sequence[ServedRun], args: argparse.Namespace, scr
     return folders
 
 
-def earlier_records(path: Path | None) -> dict[str, RunRecord]:
-    """Runs of an earlier evidence file, by name."""
+def earlier_records(path: Path | None, model_shape: str | None, compilation: str) -> dict[str, RunRecord]:
+    """Runs of an earlier evidence file, by name, each with the commit that it served.
+
+    Raises:
+        ValueError: the file is of another model or compilation.
+    """
     if path is None:
         return {}
-    return {run["name"]: RunRecord.from_json(run) for run in json.loads(path.read_text())["runs"]}
+    content = json.loads(path.read_text())
+    found, wanted = (content.get("model_shape"), content.get("compilation")), (model_shape, compilation)
+    if found != wanted:
+        raise ValueError(f"--reuse must name runs of model shape {wanted[0]}, compilation {wanted[1]}, got {found[0]}, {found[1]}")
+    source = source_text(content["commit"], content["dirty"])
+    return {run["name"]: RunRecord.from_json({**run, "source": run.get("source") or source}) for run in content["runs"]}
 
 
-def evidence_of(facts: RunFacts, model_shape: str, records: dict[str, RunRecord], compilation: str = VLLMS_OWN) -> dict[str, Any]:
-    """The whole evidence object. It passes if every run answered, DENSE_MLA's among them, every comparison of a DENSE_MLA run exists and is within
-    the bar, and no prompt is answered alike without attention."""
+def evidence_of(
+    facts: RunFacts, model_shape: str, records: dict[str, RunRecord], compilation: str = VLLMS_OWN, planned: Sequence[ServedRun] = ()
+) -> dict[str, Any]:
+    """The whole evidence object. It passes if every planned run of DENSE_MLA and TRITON_MLA answered, there is one of DENSE_MLA, every comparison
+    of a DENSE_MLA run exists and is within the bar, and no prompt is answered alike without attention. What has not run yet is named."""
     comparisons = [comparison for record in records.values() for comparison in comparisons_of(record, records)]
     control = control_of(records)
     agreed = all(comparison["within_bar"] for comparison in comparisons if comparison["required"])
-    answered = any(record.backend == OURS for record in records.values()) and not any(record.error for record in records.values())
+    not_run = [run.name for run in planned if run.name not in records]
+    failed = any(record.error for record in records.values() if record.backend in (OURS, REFERENCE))
+    answered = any(record.backend == OURS for record in records.values()) and not failed and not not_run
     return asdict(facts) | {
         "model_shape": model_shape,
         "compilation": compilation,
@@ -185,6 +205,7 @@ def evidence_of(facts: RunFacts, model_shape: str, records: dict[str, RunRecord]
         "prompt_tokens": list(PROMPTS[model_shape]),
         "max_tokens": MAX_TOKENS,
         "passed": answered and agreed and (control is None or control["attention_decides"]),
+        "not_run": not_run,
         "control": control,
         "comparisons": comparisons,
         "runs": [record.to_json() for record in records.values()],
@@ -214,9 +235,12 @@ def control_of(records: dict[str, RunRecord]) -> dict[str, Any] | None:
     """
     without = records.get(ServedRun("offline", REFERENCE, None, NO_ATTENTION).name)
     plain = records.get(ServedRun("offline", REFERENCE).name)
-    if without is None or plain is None or not without.answers or len(without.answers) != len(plain.answers):
-        return None if without is None else {"attention_decides": False, "prompts": []}
-    agreements = [Agreement.of(left, right) for left, right in zip(without.answers, plain.answers)]
+    if without is None:
+        return None
+    try:
+        agreements = agreements_of(without, plain)
+    except ValueError:
+        return {"attention_decides": False, "prompts": []}
     decides = all(agreement.agreeing < agreement.tokens for agreement in agreements)
     return {"attention_decides": decides, "prompts": [{"prompt_tokens": item.prompt_tokens, "agreeing": item.agreeing} for item in agreements]}
 
@@ -224,19 +248,27 @@ def control_of(records: dict[str, RunRecord]) -> dict[str, Any] | None:
 def compared(record: RunRecord, other_name: str, other: RunRecord | None) -> dict[str, Any]:
     """One comparison, prompt by prompt."""
     named = {"run": record.name, "with": other_name}
-    if other is None or not record.answers or len(record.answers) != len(other.answers):
-        return named | {"within_bar": False, "error": "one side has no answers", "prompts": []}
-    agreements = [Agreement.of(left, right) for left, right in zip(record.answers, other.answers)]
+    try:
+        agreements = agreements_of(record, other)
+    except ValueError as error:
+        return named | {"within_bar": False, "error": str(error), "prompts": []}
     return named | {
         "within_bar": agree(agreements),
-        "ids_equal": all(left.ids == right.ids for left, right in zip(record.answers, other.answers)),
+        "ids_equal": all(agreement.agreeing == agreement.tokens for agreement in agreements),
         **over_all(agreements),
         "prompts": [agreement.to_json() for agreement in agreements],
     }
 
 
+def agreements_of(record: RunRecord, other: RunRecord | None) -> list[Agreement]:
+    """Of two runs' answers, prompt by prompt. ValueError where a side has none, or they are to other prompts."""
+    if other is None or not record.answers or len(record.answers) != len(other.answers):
+        raise ValueError("one side has no answers")
+    return [Agreement.of(left, right) for left, right in zip(record.answers, other.answers)]
+
+
 def report(content: dict[str, Any], folder: Path) -> None:
-    """Comparisons as text, then the log of every run that failed."""
+    """Comparisons as text, then what did not run, and the log of every run that failed."""
     for comparison in content["comparisons"]:
         verdict = "within the bar" if comparison["within_bar"] else comparison.get("error", "NOT WITHIN THE BAR")
         apart = f", logprobs {comparison['logprob_rms']} apart (rms), {comparison['logprob_gap']} at most" if comparison["prompts"] else ""
@@ -248,6 +280,8 @@ def report(content: dict[str, Any], folder: Path) -> None:
     if content["control"]:
         agreeing = [prompt["agreeing"] for prompt in content["control"]["prompts"]]
         print(f"\nwithout attention, tokens of each answer that stay: {agreeing} of {MAX_TOKENS}")
+    for name in content["not_run"]:
+        print(f"NOT RUN {name}")
     for run in content["runs"]:
         for log in folder.glob(f"*_{run['name']}.log") if run["error"] else ():
             print(f"\n{run['name']} FAILED: {run['error']}\n--- end of {log.name}")

@@ -27,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks o
 import torch
 
 from benchmarks.answers import LOGPROB_BAR, LOGPROB_RMS_BAR, MAX_TOKENS
+from benchmarks.engine_log import OURS
 from benchmarks.evidence import EVIDENCE_DIR, RunFacts, collect_facts
 from benchmarks.serve_tiny import REFERENCE, compared, earlier_records, run_and_report
-from benchmarks.served_run import OURS, UNCOMPILED, RunRecord, ServedRun, check_plugin
+from benchmarks.served_run import UNCOMPILED, RunRecord, ServedRun, check_plugin
 from benchmarks.variants import PLAIN, PROMPT_TOKENS, RANK_VARIANTS, UNDIVIDED, variant_of
 
 GPUS = 2
@@ -46,7 +47,7 @@ def main() -> int:
         check_gpus(torch.cuda.device_count())
         check_plugin([OURS])
         facts = collect_facts(args.commit, args.dirty)
-        records = earlier_records(args.reuse)
+        records = earlier_records(args.reuse, None, UNCOMPILED)
     except (ValueError, OSError) as error:
         print(f"serve_tp2: {error}", file=sys.stderr)
         return 2

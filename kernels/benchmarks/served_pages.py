@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from benchmarks.engine_log import OURS
+
+MAX_UNMET = 20
 
 
 def host_cost_section(evidence: dict[str, Any]) -> list[str]:
@@ -14,7 +19,8 @@ def host_cost_section(evidence: dict[str, Any]) -> list[str]:
     lines.append("")
     for item in evidence["comparisons"]:
         lines.append(
-            f"- q as a {item['q']}: DENSE_MLA takes {item['ours_over_fastest_peer']:.3f} of the time of {item['fastest_peer']}, the fastest peer."
+            f"- q as a {item['q']}: DENSE_MLA takes {item['ours_over_fastest_peer']:.3f} of the time of {item['fastest_peer']}, the fastest peer; "
+            f"the aim, no longer than it, is {'met' if item['ours_over_fastest_peer'] <= 1 else 'missed'}."
         )
     return lines + [f"- {failure['backend']} was not measured: {failure['error']}" for failure in evidence["failures"]]
 
@@ -22,6 +28,8 @@ def host_cost_section(evidence: dict[str, Any]) -> list[str]:
 def throughput_section(evidence: dict[str, Any]) -> list[str]:
     """Tokens per second by batch and context, a column an engine."""
     rows = evidence["rows"]
+    if not rows:
+        return ["Nothing was measured.", *missing_lines(evidence["not_run"], evidence["engines"])]
     names = list(dict.fromkeys((row["kernel"], row["partial_dtype"]) for row in rows))
     found = {(row["kernel"], row["partial_dtype"], row["batch"], row["context"]): row["tokens_per_s"] for row in rows}
     lines = [f"Tokens per second of a tiny model of {evidence['layers']} layers and {evidence['heads']} heads, the median of the runs.", ""]
@@ -30,24 +38,59 @@ def throughput_section(evidence: dict[str, Any]) -> list[str]:
     for batch, context in dict.fromkeys((row["batch"], row["context"]) for row in rows):
         cells = [f"{found[*name, batch, context]:.0f}" if (*name, batch, context) in found else "-" for name in names]
         lines.append(f"| {batch} | {context} | " + " | ".join(cells) + " |")
-    return lines + [f"- {engine['name']} failed: {engine['error']}" for engine in evidence["engines"] if engine["error"]]
+    return [*lines, "", *throughput_findings(rows), *missing_lines(evidence["not_run"], evidence["engines"])]
+
+
+def throughput_findings(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """DENSE_MLA in its first partial dtype beside the fastest peer, in every case that both were measured in."""
+    ratios = []
+    for shape in dict.fromkeys((row["batch"], row["context"]) for row in rows):
+        here = [row for row in rows if (row["batch"], row["context"]) == shape]
+        ours = next((row["tokens_per_s"] for row in here if row["kernel"] == OURS), None)
+        peers = [row["tokens_per_s"] for row in here if row["kernel"] != OURS]
+        if ours and peers:
+            ratios.append((ours / max(peers), shape))
+    if not ratios:
+        return []
+    behind = [f"{batch} x {context} ({ratio:.2f})" for ratio, (batch, context) in ratios if ratio < 1]
+    return [
+        f"- More tokens per second than the fastest peer in {len(ratios) - len(behind)} of {len(ratios)} cases"
+        + (f": not in {', '.join(behind)}." if behind else ".")
+    ]
+
+
+def missing_lines(not_run: Sequence[str], runs: Sequence[dict[str, Any]]) -> list[str]:
+    """What failed, what did not run, and which runs are of another commit than the file."""
+    lines = [f"- {run['name']} failed: {run['error']}" for run in runs if run["error"]]
+    lines += [f"- Not run: {', '.join(not_run)}."] if not_run else []
+    others: dict[str, list[str]] = {}
+    for run in runs:
+        if run.get("source"):
+            others.setdefault(run["source"], []).append(run["name"])
+    return lines + [f"- Of commit {source}: {', '.join(names)}." for source, names in others.items()]
 
 
 def load_section(evidence: dict[str, Any]) -> list[str]:
     """What the load was, and what of the promise was not kept."""
-    if "requests" not in evidence:
-        return [f"Failed: {line}" for line in evidence["unmet"]]
     counted = evidence["counters"]
     gap = max((item["logprob_gap"] or 0.0 for item in evidence["comparisons"]), default=0.0)
-    return [
-        f"{evidence['requests']} requests in {evidence['seconds']:.0f} s ({evidence['requests_per_s']:.0f} a second), "
-        f"{evidence['aborted']} of them aborted by the client; "
-        f"{counted['vllm:num_preemptions']:.0f} preemptions, {counted['vllm:prefix_cache_hits']:.0f} tokens found in the prefix cache. "
+    counters = [
+        f"{counted[name]:.0f} {what}"
+        for name, what in (("vllm:num_preemptions", "preemptions"), ("vllm:prefix_cache_hits", "tokens found in the prefix cache"))
+        if name in counted
+    ]
+    done = [f"{evidence['completed']} answered", f"{evidence['aborted']} aborted by the client", f"{len(evidence['errors'])} or more failed"]
+    lines = [
+        f"{evidence['requests']} requests in {evidence['seconds']:.0f} s: {', '.join(done[: 3 if evidence['errors'] else 2])}. "
+        f"{', '.join(counters) or 'No counter was read'}. "
         f"GPU memory grew by {evidence['gpu_memory_growth_mib']} MiB after the first quarter. "
         f"{len(evidence['comparisons'])} answers compared with a quiet server's: largest logprob difference {gap:.3f} while the tokens agree.",
         "",
-        "Passed." if evidence["passed"] else "Not passed: " + "; ".join(evidence["unmet"][:5]),
+        "Passed." if evidence["passed"] else "Not passed:",
+        "",
     ]
+    shown, more = evidence["unmet"][:MAX_UNMET], len(evidence["unmet"]) - MAX_UNMET
+    return lines + [f"- {line}" for line in shown] + ([f"- and {more} more of the kind"] if more > 0 else [])
 
 
 def served_section(evidence: dict[str, Any]) -> list[str]:
@@ -58,8 +101,8 @@ def served_section(evidence: dict[str, Any]) -> list[str]:
         "Differences of the logprobs of the tokens before the first that differs. The largest of some hundred is a matter of chance, their root mean "
         "square (rms) is less so.",
         "",
-        "| run | with | prompts within the bar | tokens that agree | rms of the differences | largest difference |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| run | with | prompts within the bar | tokens that agree | rms of the differences | largest difference | |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [_comparison_line(item) for item in evidence["comparisons"]]
     if control := evidence.get("control"):
@@ -71,9 +114,15 @@ def served_section(evidence: dict[str, Any]) -> list[str]:
         if not run["error"] and not any(run["name"] in (item["run"], item["with"]) for item in evidence["comparisons"])
     ]
     lines += ["", f"Answered, compared with nobody: {', '.join(alone)}."] if alone else []
-    lines += [f"- {run['name']} failed: {run['error']}" for run in evidence["runs"] if run["error"]]
-    lines += ["", f"Not run: {', '.join(evidence['not_run'])}."] if evidence.get("not_run") else []
-    return [*lines, "", "Passed." if evidence["passed"] else "Not passed."]
+    missing = missing_lines(evidence.get("not_run", []), evidence["runs"])
+    lines += ["", *missing] if missing else []
+    return [*lines, "", f"{'Passed' if evidence['passed'] else 'Not passed'}: {_bars(evidence['bars'])}."]
+
+
+def _bars(bars: dict[str, float]) -> str:
+    """What the run was held to. Not every file is of a time when both bars stood."""
+    rms = f"of {bars['logprob_rms']} for their root mean square" if "logprob_rms" in bars else "none for their root mean square"
+    return f"the bar was a difference of {bars['logprob_gap']} for every token's logprob, and {rms}"
 
 
 def _comparison_line(item: dict[str, Any]) -> str:
@@ -82,4 +131,5 @@ def _comparison_line(item: dict[str, Any]) -> str:
     within = f"{sum(prompt['within_bar'] for prompt in prompts)} of {len(prompts)}"
     agreeing = f"{item['agreeing']} of {item['tokens']}" if "agreeing" in item else "-"
     rms = item.get("logprob_rms")
-    return f"| {item['run']} | {item['with']} | {within} | {agreeing} | {'-' if rms is None else f'{rms:.4f}'} | {gap:.3f} |"
+    verdict = "within the bars" if item["within_bar"] else "not within the bars" if item["required"] else "not within the bars (not required)"
+    return f"| {item['run']} | {item['with']} | {within} | {agreeing} | {'-' if rms is None else f'{rms:.4f}'} | {gap:.3f} | {verdict} |"

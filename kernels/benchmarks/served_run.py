@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 import signal
 import sys
 import time
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.answers import LOGPROBS, MAX_TOKENS, Answer
+from benchmarks.engine_log import OURS, unsaid
 from benchmarks.engine_process import EngineProcess, free_port, metrics, post, wait_until_healthy
 from benchmarks.evidence import error_text
 from benchmarks.gpu_memory import processes_by_gpu
 from benchmarks.variants import PLAIN, PROMPT_TOKENS, Variant, prompts, variant_of
 
-OURS = "DENSE_MLA"
 PARTIAL_DTYPE_VARIABLE = "VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"
 MODEL_NAME = "tiny-mla"
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -94,8 +93,10 @@ class ServedRun:
 
 @dataclass
 class RunRecord:
-    """What came of a run, as the evidence holds it. `error` is None exactly if it answered every prompt and shut down by itself.
+    """What came of a run, as the evidence holds it. `error` is None exactly if it answered every prompt, shut down by itself, and its log says that
+    it served as it was asked to.
 
+    `source` is the commit that was served, where the run is of an earlier file; None is the file's own.
     `gpu_processes`, of a server on several GPUs: the processes on each, by their ids; empty where the driver does not tell.
     """
 
@@ -104,6 +105,7 @@ class RunRecord:
     backend: str
     partial_dtype: str | None
     variant: str = PLAIN
+    source: str | None = None
     command: str = ""
     seconds: float = 0.0
     exit_status: int | None = None
@@ -164,16 +166,12 @@ def execute(
             record.exit_status = process.stop()
             if record.exit_status not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
                 raise RuntimeError(f"the server shut down with status {record.exit_status}")
+        check_answers(record.answers, run.rounds)
         if run.variant.exercised and not record.counters.get(run.variant.exercised):
             raise RuntimeError(f"{run.variant.exercised} is 0 at the end: the run shows nothing of {run.variant_name}")
         if everywhere := on_several(record.gpu_processes):
             raise RuntimeError(f"every rank must keep to its own GPU, but these processes were on several: {everywhere}")
-        # Without this line the answers could be another backend's.
-        if not names_backend(process.log_lines(), run.backend):
-            raise RuntimeError(f"the log does not say that {run.backend} was used")
-        graphs_named = run.variant_name == PLAIN or run.variant.gpus > 1
-        if run.backend == OURS and graphs_named and not names_full_graphs(process.log_lines()):
-            raise RuntimeError("the log does not say that full CUDA graphs were captured")
+        check_log(run, process.log_lines())
     except Exception as error:  # the other runs go on; this one's record says what happened
         record.error = error_text(error)
     finally:
@@ -225,14 +223,26 @@ def on_several(gpu_processes: Mapping[str, Sequence[int]]) -> list[int]:
     return sorted({process for process in everyone if everyone.count(process) > 1})
 
 
-def names_backend(log_lines: Sequence[str], backend: str) -> bool:
-    """Whether vLLM's log says that it used this attention backend."""
-    return any(re.search(rf"Using \S*\b{backend}\b.* backend", line) for line in log_lines)
+def check_answers(answers: Sequence[Answer], rounds: Sequence[Sequence[int]]) -> None:
+    """RuntimeError unless there is a whole answer to every prompt, in order: what is missing would not be compared."""
+    found = [(answer.prompt_tokens, len(answer.ids)) for answer in answers]
+    wanted = [(length, MAX_TOKENS) for lengths in rounds for length in lengths]
+    if found != wanted:
+        raise RuntimeError(f"the answers must be of (prompt, answer) tokens {wanted}, got {found}")
 
 
-def names_full_graphs(log_lines: Sequence[str]) -> bool:
-    """Whether vLLM's log says that it captured full CUDA graphs."""
-    return any(re.search(r"Capturing CUDA graphs \(.*FULL\)", line) for line in log_lines)
+def check_log(run: ServedRun, lines: Sequence[str]) -> None:
+    """RuntimeError where the engine's log does not say that it served as the run asks."""
+    missing = unsaid(
+        lines,
+        run.backend,
+        run.partial_dtype,
+        full_graphs=run.backend == OURS,
+        kv_cache_dtype=run.options.get("kv_cache_dtype", "auto"),
+        batch_invariant="VLLM_BATCH_INVARIANT" in run.environment,
+    )
+    if missing:
+        raise RuntimeError(missing)
 
 
 def check_plugin(backends: Sequence[str]) -> None:

@@ -15,10 +15,9 @@ import torch
 from benchmarks.batch_shape import BatchShape
 from benchmarks.comparison_table import OURS
 from benchmarks.contenders import Contender
-from benchmarks.decode_inputs import DecodeInputs, enough_calls, worst_relative_l2
+from benchmarks.decode_inputs import Call, DecodeInputs, enough_calls, worst_relative_l2
 from benchmarks.evidence import DecodeEvidence, DecodeRow, Failure, error_text
 from benchmarks.graph_timing import capture, sm_clock_mhz, time_in_rounds
-from benchmarks.peers import Call
 
 
 class WrongAnswerError(Exception):

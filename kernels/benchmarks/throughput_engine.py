@@ -2,7 +2,8 @@
 
 python kernels/benchmarks/throughput_engine.py CHECKPOINT RESULT.json OPTIONS-as-JSON PLAN-as-JSON
 
-Starts the engine, creates RESULT.ready, and measures once RESULT.go exists: engines may start side by side, but only one is ever measured.
+Starts the engine, creates RESULT.ready, and measures once RESULT.go exists: engines may start side by side, but only one is ever measured. RESULT
+holds the rows so far, whenever this is ended.
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ import json
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks of this checkout
 
+from benchmarks.evidence import write_json
 from benchmarks.tiny_checkpoint import VOCAB
 
 
-def measure(engine: Any, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for every batch and context of the plan.
+def measure(engine: Any, plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for every batch and context of the plan, as it is measured.
 
     The longest context first fills the prefix cache: its prompts begin with those of the shorter ones, so that each prompt is computed once
     and a run's own prefill is one short step. Every request has a prompt of its own: shared pages would be read out of the L2.
     """
     fill(engine, plan)
-    return [row for context in plan["contexts"] for batch in plan["batches"] for row in [_row(engine, plan, batch, context)]]
+    for context in plan["contexts"]:
+        for batch in plan["batches"]:
+            yield _row(engine, plan, batch, context)
 
 
 def fill(engine: Any, plan: dict[str, Any]) -> None:
@@ -85,7 +90,10 @@ def main() -> None:
     result.with_suffix(".ready").touch()
     while not result.with_suffix(".go").exists():
         time.sleep(0.05)
-    result.write_text(json.dumps(measure(engine, plan)))
+    rows: list[dict[str, Any]] = []
+    for row in measure(engine, plan):
+        rows.append(row)
+        write_json(result, {"measurements": rows})
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ PLAIN = "plain"
 NO_ATTENTION = "no_attention"
 PROMPT_TOKENS = (1, 17, 64, 65, 200, 511, 1500, 4000)
 K3_PROMPT_TOKENS = (1, 200, 767, 768, 769, 1536, 4000)  # its attention blocks hold 768 tokens at 12 heads
+K3_VARIANTS = (PLAIN, NO_ATTENTION, "heads96", "heads48", "heads24", "heads6")  # plain: 12 heads, 96 over TP 8
 LONG_PROMPT_TOKENS = (2000, 2500, 3000, 3500, 4000)  # a fifth of the vocabulary, or nearly all, occurred before: drafts in most steps
 
 

@@ -43,19 +43,34 @@ ARCHITECTURES = {
 }
 
 
-# Where the kernels passed their tests on hardware. The portable kernels compile for the others and may be forced; they are not chosen there.
-VERIFIED = (HOPPER,)
-# KV caches that models were served with, on all of VERIFIED. The Hopper kernel of E4M3 caches has passed its tests; that is not enough to offer it.
+# GPUs on which each kernel passed its tests. Whatever is not here was compiled for that capability and never run on it: it is served all the
+# same, and everything that speaks of a GPU says so by this table.
+RAN_ON: dict[tuple[int, int], dict[str, str]] = {HOPPER: {"sm90": "NVIDIA H200", "sm80": "NVIDIA H200"}}
+# KV caches that models were served with through vLLM. The kernels of E4M3 caches have passed their tests; that is not enough to offer one.
 VERIFIED_KV_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def unsupported_reason(capability: tuple[int, int]) -> str | None:
     """Why a compute capability is not served, or None where it is."""
-    if capability in VERIFIED:
+    if capability in ARCHITECTURES:
         return None
-    here, supported = f"{capability[0]}.{capability[1]}", ", ".join(f"{major}.{minor}" for major, minor in VERIFIED)
-    why = "its portable kernel has not passed its tests yet" if capability in ARCHITECTURES else "there is no kernel for it"
-    return f"compute capability {here} is not supported: {why}; supported: {supported} (H100, H200)"
+    supported = ", ".join(map(capability_name, ARCHITECTURES))
+    return f"compute capability {capability_name(capability)} is not supported: there is no kernel for it; supported: {supported}"
+
+
+def capability_name(capability: tuple[int, int]) -> str:
+    """As NVIDIA writes it: 9.0."""
+    return f"{capability[0]}.{capability[1]}"
+
+
+def chosen_kernel(capability: tuple[int, int]) -> str:
+    """Which of KERNELS a GPU with kernels runs by itself: the fastest that it has."""
+    return "sm90" if capability == HOPPER else "sm80"
+
+
+def ran_on(capability: tuple[int, int], kernel: str | None = None) -> str | None:
+    """The GPU of this capability that a kernel (by default the one that runs there) passed its tests on; None: it was compiled only."""
+    return RAN_ON.get(capability, {}).get(kernel or chosen_kernel(capability))
 
 
 def architecture(capability: tuple[int, int]) -> Architecture:
@@ -88,9 +103,9 @@ def forward_class(capability: tuple[int, int], problem: DecodeProblem | None = N
     if kernel not in (None, *KERNELS):
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel}")
     if kernel == "sm90" and capability != HOPPER:
-        raise ValueError(f"kernel sm90 needs compute capability 9.0, got {capability[0]}.{capability[1]}")
+        raise ValueError(f"kernel sm90 needs compute capability 9.0, got {capability_name(capability)}")
     fp8 = problem is not None and problem.needs_k_scale
-    if _is_portable(capability, kernel):
+    if (kernel or chosen_kernel(capability)) == "sm80":
         from .forward_sm80 import ForwardSm80
         from .forward_sm80_fp8 import ForwardSm80Fp8
 
@@ -112,10 +127,6 @@ def build_forward(capability: tuple[int, int], problem: DecodeProblem, kernel: s
     """The forward kernel of a problem, not compiled; ValueError as `forward_class`, or where its tile does not fit the shared memory."""
     facts = architecture(capability)
     forward = forward_class(capability, problem, kernel)
-    if _is_portable(capability, kernel):
+    if (kernel or chosen_kernel(capability)) == "sm80":
         return forward(problem, facts.shared_memory_limit, facts.dependent_launch)
     return forward(problem)
-
-
-def _is_portable(capability: tuple[int, int], kernel: str | None) -> bool:
-    return kernel == "sm80" or capability != HOPPER

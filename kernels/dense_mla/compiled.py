@@ -175,12 +175,12 @@ def prepared_kernels(
         cache_dir: folder of the cache, an absolute path, or None for no cache; of no effect on what this process has already.
 
     Raises:
-        ValueError: the device has no kernel, or `cache_dir` is not absolute.
+        ValueError: the device has no kernel, or none that fits its shared memory, or `cache_dir` is not absolute.
         RuntimeError: called for a new problem while a CUDA graph is captured.
     """
     capability = torch.cuda.get_device_capability(device)
     reason = unsupported_reason(capability)
-    if reason is not None and kernel is None:
+    if reason is not None:
         raise ValueError(reason)
     if cache_dir is not None and not cache_dir.is_absolute():
         raise ValueError(f"cache_dir must be an absolute path, got {str(cache_dir)!r}")

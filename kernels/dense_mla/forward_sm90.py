@@ -25,7 +25,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from . import softmax
 from .named_barrier import NamedBarrierSm90
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
-from .request_walk import CHUNK, CHUNKS, RequestWalk, k_major, query_box
+from .request_range import FIRST_REQUEST, LAST_REQUEST
+from .request_walk import CHUNK, CHUNKS, RequestWalk, k_major
 from .schedule import NO_SLOT
 from .special_register import pinned_lane_index
 from .torch_types import cutlass_dtype
@@ -36,7 +37,6 @@ VALUE_COLUMNS = HEAD_DIM_V // CONSUMERS
 THREADS = 128 * (CONSUMERS + 1)
 SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA may have on compute capability 9.0
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 65,536 / 384 = 168 at launch
-LN2 = math.log(2.0)
 # Chunks in the order in which the last tile gives them back: the rope columns after the scores, then each warpgroup's value columns.
 CHUNK_ORDER = (8, 0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -58,9 +58,7 @@ class ForwardSm90(RequestWalk):
 
     def __init__(self, problem: DecodeProblem):
         super().__init__(problem)
-        self.score_rows = self.tile_rows  # that a warpgroup has scores of
         self.q_stages = 2 if self.tile_rows <= 16 else 1
-        self.shared_memory_bytes = 0  # known once traced
 
     @cute.jit
     def __call__(
@@ -80,26 +78,17 @@ class ForwardSm90(RequestWalk):
         num_ranges: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        # Step 1: tensor maps. A page is the middle mode, so a box never leaves it: rows past its end arrive as zeros.
-        box_keys = self.tiling.box_keys
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        gKV = cute.make_tensor(mKV.iterator, cute.select(mKV.layout, mode=[1, 2, 0]))
-        tma_kv, gKV = cpasync.make_tiled_tma_atom(load, gKV, k_major(self.dtype, box_keys, CHUNK), (box_keys, CHUNK))
-        q_tile = (self.problem.tile_heads, self.problem.tile_tokens, CHUNK)
-        box = query_box(self.dtype, *q_tile[:2])
-        gQN = cute.make_tensor(mQNope.iterator, cute.select(mQNope.layout, mode=[2, 1, 3, 0]))
-        gQR = cute.make_tensor(mQRope.iterator, cute.select(mQRope.layout, mode=[2, 1, 3, 0]))
-        tma_qn, gQN = cpasync.make_tiled_tma_atom(load, gQN, box, q_tile)
-        tma_qr, gQR = cpasync.make_tiled_tma_atom(load, gQR, box, q_tile)
+        # Step 1: tensor maps.
+        tma, gInputs = self.tensor_maps(mKV, mQNope, mQRope)
 
         # Step 2: matrix instructions. P is stored with its rows contiguous: both operands of the second product are MN-major.
-        def mma(rows: int, major: OperandMajorMode) -> cute.TiledMma:
-            shape, source = (TILE_KEYS, rows, 16), warpgroup.OperandSource.SMEM
+        def mma(major: OperandMajorMode) -> cute.TiledMma:
+            shape, source = (TILE_KEYS, self.tile_rows, 16), warpgroup.OperandSource.SMEM
             return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, major, major))
 
         self.kernel(
-            (tma_kv, tma_qn, tma_qr),
-            (gKV, gQN, gQR),
+            tma,
+            gInputs,
             mTable,
             (mSeqLens, mTotalLens),
             mSchedule,
@@ -108,8 +97,8 @@ class ForwardSm90(RequestWalk):
             k_major(self.dtype, TILE_KEYS, HEAD_DIM_QK, K_STAGES),
             k_major(self.dtype, self.tile_rows, HEAD_DIM_QK, self.q_stages),
             mn_major(self.dtype, self.tile_rows, CONSUMERS),
-            mma(self.score_rows, OperandMajorMode.K),
-            mma(self.tile_rows, OperandMajorMode.MN),
+            mma(OperandMajorMode.K),
+            mma(OperandMajorMode.MN),
         ).launch(
             # Row tiles of a range are neighbours, so they run side by side and the second reads the keys from L2.
             grid=(self.row_tiles, num_ranges, 1),
@@ -145,7 +134,7 @@ class ForwardSm90(RequestWalk):
             k_empty: cute.struct.MemRange[Int64, K_STAGES * CHUNKS]
             q_full: cute.struct.MemRange[Int64, self.q_stages]
             q_empty: cute.struct.MemRange[Int64, self.q_stages]
-            warp_values: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMERS * 4 * self.score_rows], 16]
+            warp_values: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMERS * 4 * self.tile_rows], 16]
             K: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lK)], 1024]
             Q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lQ)], 1024]
             P: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(lP)], 1024]
@@ -186,7 +175,7 @@ class ForwardSm90(RequestWalk):
                 self.load_queries(tma, gInputs, lens[0], early, sQ, q_full, q_empty, row_tile)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consume(storage, lP, sK, sQ, mma_s, mma_o, lens, words, outputs, scale_log2, row_tile)
+            self.consume(storage, lP, sK, sQ, (mma_s, mma_o), lens, words, outputs, scale_log2, row_tile)
 
     @cute.jit
     def load_keys(
@@ -202,21 +191,14 @@ class ForwardSm90(RequestWalk):
     ) -> None:
         """Producer of K: each 64-column chunk of a stage has its own barrier, so that the scores can follow the arrival."""
         tiling = self.tiling
-        boxes = tiling.pages_per_tile
-        box = (tiling.box_keys, CHUNK)
-        sBoxes = cute.group_modes(cute.flat_divide(sK, box), 0, 2)
-        gBoxes = cute.group_modes(cute.local_tile(gKV, box, (None, None, None)), 0, 2)
-        tKsK, tKgK = cpasync.tma_partition(tma, 0, cute.make_layout(1), sBoxes, gBoxes)
+        tKsK, tKgK = self.key_boxes(tma, gKV, sK, (tiling.box_keys, CHUNK))
         num_pages = cute.size(gKV, mode=[2])
         stage, phase = Int32(0), Int32(1)  # a fresh barrier lets a wait for parity 1 pass
-        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
+        for request in cutlass.range(words[FIRST_REQUEST], words[LAST_REQUEST] + 1, unroll=1):
             begin, end = self.tile_span(words, request, mSeqLens)
             for tile in cutlass.range(begin, end, unroll=1):
-                if cutlass.const_expr(boxes == 1):
-                    # The first tile's page stands in the schedule: one memory latency less before the first key is on its way.
-                    page, part = words[6], tile % tiling.tiles_per_page
-                    if (request > words[0]) | (tile > begin):
-                        page = mTable[request, tile // tiling.tiles_per_page]
+                if cutlass.const_expr(tiling.pages_per_tile == 1):
+                    page, part = self.page_of(mTable, words, request, begin, tile), tile % tiling.tiles_per_page
                     for i in cutlass.range_constexpr(CHUNKS):
                         chunk = CHUNK_ORDER[i]
                         barrier = k_full + stage * CHUNKS + chunk
@@ -226,9 +208,7 @@ class ForwardSm90(RequestWalk):
                         cute.copy(tma, tKgK[None, part, chunk, page], tKsK[None, 0, chunk, stage], tma_bar_ptr=barrier)
                 else:
                     self.load_small_pages(tma, mTable, mSeqLens[request], request, tile, num_pages, stage, phase, k_full, k_empty, tKsK, tKgK)
-                wrap = stage + 1 == K_STAGES
-                stage = Int32(0) if wrap else stage + 1
-                phase = phase ^ 1 if wrap else phase
+                stage, phase = self.next_stage(stage, phase, K_STAGES)
 
     @cute.jit
     def load_small_pages(
@@ -246,17 +226,16 @@ class ForwardSm90(RequestWalk):
         tKsK: cute.Tensor,
         tKgK: cute.Tensor,
     ) -> None:
-        """A tile of several pages. The table is not read past the last key: those boxes aim past the last page and arrive as zeros."""
-        boxes = self.tiling.pages_per_tile
+        """A tile of several pages."""
         # Rolled loops: 36 unrolled copies spill the producer's registers.
         for chunk in cutlass.range(CHUNKS, unroll=1):
             cute.arch.mbarrier_wait(k_empty + stage * CHUNKS + chunk, phase)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(k_full + stage * CHUNKS + chunk, TILE_KEYS * CHUNK * 2)
-        for box in cutlass.range(boxes, unroll=1):
+        for box in cutlass.range(self.tiling.pages_per_tile, unroll=1):
             page = num_pages
-            if tile * TILE_KEYS + box * self.tiling.box_keys < seq_len:
-                page = mTable[request, tile * boxes + box]
+            if self.box_has_keys(tile, box, seq_len):
+                page = mTable[request, tile * self.tiling.pages_per_tile + box]
             for chunk in cutlass.range(CHUNKS, unroll=1):
                 barrier = k_full + stage * CHUNKS + chunk
                 cute.copy(tma, tKgK[None, 0, chunk, page], tKsK[None, box, chunk, stage], tma_bar_ptr=barrier)
@@ -268,8 +247,7 @@ class ForwardSm90(RequestWalk):
         lP: cute.ComposedLayout,
         sK: cute.Tensor,
         sQ: cute.Tensor,
-        mma_s: cute.TiledMma,
-        mma_o: cute.TiledMma,
+        mma: tuple[cute.TiledMma, cute.TiledMma],
         lens: tuple[cute.Tensor, cute.Tensor | None],
         words: cute.Tensor,
         outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
@@ -280,11 +258,12 @@ class ForwardSm90(RequestWalk):
         thread = cute.arch.thread_idx()[0] % 128
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(thread // 32)
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
+        mma_s, mma_o = mma
 
         # Step 1: shared-memory views.
         sP = storage.P.get_tensor(lP.outer, swizzle=lP.inner)[None, None, group]
         warp_values = cute.make_tensor(
-            storage.warp_values.data_ptr() + group * (4 * self.score_rows), cute.make_layout((4, self.score_rows), stride=(self.score_rows, 1))
+            storage.warp_values.data_ptr() + group * (4 * self.tile_rows), cute.make_layout((4, self.tile_rows), stride=(self.tile_rows, 1))
         )
 
         # Step 2: operands. Of every 64 columns this warpgroup multiplies 32 for the scores.
@@ -297,23 +276,21 @@ class ForwardSm90(RequestWalk):
         tOrP = thr_o.make_fragment_B(thr_o.partition_B(sP))
         acc_o = cute.make_rmem_tensor(mma_o.partition_shape_C((VALUE_COLUMNS, self.tile_rows)), Float32)
         rO = softmax.accumulator_view(acc_o, self.tile_rows // 8, VALUE_COLUMNS // 64)
-        store_p = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 2 if self.score_rows % 16 else 4), self.dtype)
+        store_p = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 2 if self.tile_rows % 16 else 4), self.dtype)
         store_p = cute.make_tiled_copy_C(store_p, mma_s).get_slice(thread)
         tPsP = store_p.partition_D(transposed(sP))
-        first_key = warp_index * 16 + lane // 4
 
         # Step 3: row statistics, one per score row that this thread sees.
-        shape = (2, self.score_rows // 8)
+        shape = (2, self.tile_rows // 8)
         row_max, row_sum, factor = (cute.make_rmem_tensor(shape, Float32) for _ in range(3))
+        statistics = (row_max, row_sum, factor)
         limits, visible = (cute.make_rmem_tensor(shape, Int32) for _ in range(2))
 
         # Step 4: the requests of the range.
         stage, phase, q_stage, q_phase, exchange = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
-            seq_len = lens[0][request]
-            begin, end = self.tile_span(words, request, lens[0])
-            end = end if seq_len > 0 else begin
-            self.row_limits(limits, lens, request, seq_len, row_tile, group, lane)
+        for request in cutlass.range(words[FIRST_REQUEST], words[LAST_REQUEST] + 1, unroll=1):
+            seq_len, begin, end = self.work_span(words, request, lens[0])
+            self.row_limits(limits, lens, request, seq_len, row_tile, lane)
             if begin < end:
                 cute.arch.mbarrier_wait(storage.q_full.data_ptr() + q_stage, q_phase)
             for piece in cutlass.range(self.range.num_pieces(begin, end, seq_len), unroll=1):
@@ -322,39 +299,27 @@ class ForwardSm90(RequestWalk):
                 row_sum.fill(0.0)
                 acc_o.fill(0.0)
                 for tile in cutlass.range(piece_begin, piece_end, unroll=1):
-                    acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((TILE_KEYS, self.score_rows)), Float32)
-                    rS = softmax.accumulator_view(acc_s, self.score_rows // 8)
+                    acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((TILE_KEYS, self.tile_rows)), Float32)
                     self.scores(storage, mma_s, acc_s, tSrK, tSrQ, stage, phase, q_stage, exchange, group, thread)
                     key0 = self.tiling.first_key(tile)
-                    self.visible_keys(visible, limits, tile, key0)
-                    softmax.scale_and_mask(rS, visible, first_key, scale_log2)
-                    self.probabilities(rS, row_max, row_sum, factor, warp_values, group, warp_index, lane)
-                    rP = cute.make_rmem_tensor(acc_s.shape, self.dtype)
-                    rP.store(acc_s.load().to(self.dtype))
+                    self.visible_in_tile(visible, limits, tile, key0)
+                    rP = self.probabilities(acc_s, statistics, visible, scale_log2, warp_values, group, warp_index, lane)
+                    # Over the last tile's P: every warp has waited for its products with it, and has met the others twice since.
                     cute.copy(store_p, store_p.retile(rP), tPsP)
                     if seq_len - key0 < TILE_KEYS:
                         self.clear_values(sK, cutlass.max(seq_len - key0, 0), stage, group, thread)
                     # P, and cleared values, become visible to the tensor cores.
                     cute.arch.fence_proxy("async.shared", space="cta")
-                    self.scale_rows(rO, factor)
-                    self.sync(group)
+                    softmax.scale_output(rO, factor)
+                    self.sync_warpgroup(group)
                     self.accumulate(storage, mma_o, acc_o, tOrV, tOrP, stage, group)
-                    wrap = stage + 1 == K_STAGES
-                    stage = Int32(0) if wrap else stage + 1
-                    phase = phase ^ 1 if wrap else phase
+                    stage, phase = self.next_stage(stage, phase, K_STAGES)
                     exchange = exchange ^ 1
-                self.finish(storage, rO, row_max, row_sum, factor, warp_values, outputs, request, slot, row_tile, group, warp_index, lane)
+                self.finish(storage, rO, statistics, warp_values, outputs, request, slot, row_tile, group, warp_index, lane)
             if begin < end:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + q_stage)
-                q_wrap = q_stage + 1 == self.q_stages
-                q_stage = Int32(0) if q_wrap else q_stage + 1
-                q_phase = q_phase ^ 1 if q_wrap else q_phase
-
-    @cute.jit
-    def score_row(self, block: cutlass.Constexpr, parity: cutlass.Constexpr, group: Int32, lane: Int32) -> Int32:
-        """Row of the tile that a score register belongs to."""
-        return block * 8 + (lane % 4) * 2 + parity
+                q_stage, q_phase = self.next_stage(q_stage, q_phase, self.q_stages)
 
     @cute.jit
     def scores(
@@ -371,7 +336,7 @@ class ForwardSm90(RequestWalk):
         group: Int32,
         thread: Int32,
     ) -> None:
-        """acc_s = K Q^T for this warpgroup's rows, following the chunks of the tile as they arrive."""
+        """acc_s = K Q^T, following the chunks of the tile as they arrive: this warpgroup's half of every chunk's columns, plus the other's."""
         atom = cute.make_mma_atom(mma_s.op)
         atom.set(warpgroup.Field.ACCUMULATE, False)
         k_blocks = 4 // CONSUMERS
@@ -407,40 +372,32 @@ class ForwardSm90(RequestWalk):
                 acc_s[4 * block + i] = acc_s[4 * block + i] + quad[i]
 
     @cute.jit
-    def sync(self, group: Int32) -> None:
-        """Barrier of one warpgroup."""
-        cute.arch.barrier(barrier_id=NamedBarrierSm90.WARPGROUP_0 + group, number_of_threads=128)
-
-    @cute.jit
     def probabilities(
         self,
-        rS: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        factor: cute.Tensor,
+        acc_s: cute.Tensor,
+        statistics: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        visible: cute.Tensor,
+        scale_log2: Float32,
         warp_values: cute.Tensor,
         group: Int32,
         warp_index: Int32,
         lane: Int32,
-    ) -> None:
-        """Logits to probabilities."""
+    ) -> cute.Tensor:
+        """Scores to probabilities, rounded to the operands' type; the factor is what older sums and outputs have to be multiplied with."""
+        rS = softmax.accumulator_view(acc_s, self.tile_rows // 8)
+        softmax.scale_and_mask(rS, visible, warp_index * 16 + lane // 4, scale_log2)
         softmax.publish_max(rS, warp_values, warp_index, lane)
-        self.sync(group)
-        softmax.update(rS, row_max, row_sum, factor, warp_values, lane, rows_may_see_nothing=self.problem.query_len > 1)
-
-    @cute.jit
-    def scale_rows(self, rO: cute.Tensor, factor: cute.Tensor) -> None:
-        for m_tile in cutlass.range_constexpr(VALUE_COLUMNS // 64):
-            for block in cutlass.range_constexpr(self.tile_rows // 8):
-                for half in cutlass.range_constexpr(2):
-                    for parity in cutlass.range_constexpr(2):
-                        rO[parity, half, block, m_tile] = rO[parity, half, block, m_tile] * factor[parity, block]
+        self.sync_warpgroup(group)
+        softmax.update(rS, *statistics, warp_values, lane, rows_may_see_nothing=self.problem.query_len > 1)
+        rP = cute.make_rmem_tensor(acc_s.shape, self.dtype)
+        rP.store(acc_s.load().to(self.dtype))
+        return rP
 
     @cute.jit
     def clear_values(self, sK: cute.Tensor, keys: Int32, stage: Int32, group: Int32, thread: Int32) -> None:
         """Zeros the values of the keys past the end of the request: a probability of 0 times a NaN of a reused page is NaN.
 
-        The other warpgroup may still read these keys for its scores; it masks them.
+        Nobody reads these keys for scores any more: the barrier of `add_halves` lies behind. Each warpgroup clears the columns that it multiplies.
         """
         vectors = cute.tiled_divide(sK, (1, 8))  # ((1, 8), 64, 72, stages)
         zeros = cute.make_rmem_tensor(((1, 8),), self.dtype)
@@ -457,7 +414,7 @@ class ForwardSm90(RequestWalk):
         """acc_o += V^T P^T, 64 value columns at a time, each given back to the producer as soon as it is done with."""
         m_tiles = VALUE_COLUMNS // CHUNK
         empty = storage.k_empty.data_ptr() + stage * CHUNKS
-        # Both warpgroups have their scores: the barriers of the softmax lie behind.
+        # The rope columns are no values. Both warpgroups have their scores: the barrier of `add_halves` lies behind.
         if group == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(empty + CHUNKS - 1)
@@ -480,9 +437,7 @@ class ForwardSm90(RequestWalk):
         self,
         storage: cutlass.Constexpr,
         rO: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        inverse: cute.Tensor,
+        statistics: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         warp_values: cute.Tensor,
         outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
         request: Int32,
@@ -493,17 +448,19 @@ class ForwardSm90(RequestWalk):
         lane: Int32,
     ) -> None:
         """Normalises the request's rows and writes them: to `out` where the request is whole, else to its partial slot."""
+        row_max, row_sum, inverse = statistics
+
         # Step 1: sums over the warps, and 1 / sum. A row without keys has sum 0: output 0, LSE -inf. Both warpgroups meet first: then nobody
         # still reads the partial scores, whose buffer the stores use.
         cute.arch.barrier(barrier_id=NamedBarrierSm90.CONSUMERS, number_of_threads=128 * CONSUMERS)
         softmax.publish_sum(row_sum, warp_values, warp_index, lane)
-        self.sync(group)
+        self.sync_warpgroup(group)
         softmax.collect_sum(row_sum, warp_values, lane)
-        for block in cutlass.range_constexpr(self.score_rows // 8):
+        for block in cutlass.range_constexpr(self.tile_rows // 8):
             for parity in cutlass.range_constexpr(2):
                 total = row_sum[parity, block]
                 inverse[parity, block] = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
-        self.scale_rows(rO, inverse)
+        softmax.scale_output(rO, inverse)
 
         # Step 2: store. With a lane that can be hoisted, the addresses of all stores live across the loop over the tiles and spill.
         lane = pinned_lane_index()
@@ -514,7 +471,7 @@ class ForwardSm90(RequestWalk):
             self.store_rows(storage, rO, mOutPartial[slot, None, None, None], row_tile, group, warp_index, lane)
         if warp_index + 4 * group == 0:
             if lane < 4:
-                self.store_lse(row_max, row_sum, mLse, mLsePartial, request, slot, row_tile, group, lane)
+                self.store_lse(row_max, row_sum, mLse, mLsePartial, request, slot, row_tile, lane)
 
     @cute.jit
     def store_rows(
@@ -540,7 +497,7 @@ class ForwardSm90(RequestWalk):
         half_units = quarter // 4 // self.tile_rows  # units of a row in each quarter
         for part in cutlass.range_constexpr(VALUE_COLUMNS // pass_columns):
             self.stage_rows(rO, sO, part * (pass_columns // 64), warp_index, lane)
-            self.sync(group)
+            self.sync_warpgroup(group)
             for i in cutlass.range_constexpr((self.tile_rows + 3) // 4):
                 row = i * 4 + warp_index
                 token, head, exists = self.locate(row, row_tile)
@@ -551,7 +508,7 @@ class ForwardSm90(RequestWalk):
                     values = cute.make_rmem_tensor((unit,), dtype)
                     cute.autovec_copy(source, values)
                     cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout((unit,))))
-            self.sync(group)
+            self.sync_warpgroup(group)
 
     @cute.jit
     def unit_offset(self, row: Int32, index: Int32, half_units: cutlass.Constexpr, unit: cutlass.Constexpr) -> Int32:
@@ -592,30 +549,6 @@ class ForwardSm90(RequestWalk):
                     pair[1] = (taken if even else mine).to(dtype)
                     tiles = half_units * unit // 64
                     cute.copy(store, pair, sPairs[None, block, m_tile % tiles, m_tile // tiles])
-
-    @cute.jit
-    def store_lse(
-        self,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mLsePartial: cute.Tensor,
-        request: Int32,
-        slot: Int32,
-        row_tile: Int32,
-        group: Int32,
-        lane: Int32,
-    ) -> None:
-        """Base-2 LSE to the partial slot, natural-log LSE to the caller."""
-        for block in cutlass.range_constexpr(self.score_rows // 8):
-            for parity in cutlass.range_constexpr(2):
-                token, head, exists = self.locate(self.score_row(block, parity, group, lane), row_tile)
-                lse = row_max[parity, block] + cute.math.log2(row_sum[parity, block], fastmath=True)
-                if exists:
-                    if slot != NO_SLOT:
-                        mLsePartial[slot, token, head] = lse
-                    elif cutlass.const_expr(self.problem.return_lse):
-                        mLse[request, token, head] = lse * LN2
 
 
 def fake_arguments(problem: DecodeProblem) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ from .forward_sm90 import SHARED_MEMORY_LIMIT, mn_major, transposed
 from .fp8_output import P_SHIFT, SIDES, OutputSm90Fp8
 from .fp8_tile import ARRIVALS, BOX_BYTES, GROUPS, LINE, LINES, RECORD_BYTES, RECORDS, TILE_BYTES, VALUE_GROUPS
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
+from .request_range import FIRST_REQUEST, LAST_REQUEST
 from .request_walk import k_major
 from .special_register import pinned, pinned_lane_index
 
@@ -186,14 +187,6 @@ class ForwardSm90Fp8(OutputSm90Fp8):
         return position - use * STAGES, use & 1
 
     @cute.jit
-    def work_span(self, words: cute.Tensor, request: Int32, mSeqLens: cute.Tensor) -> tuple[Int32, Int32, Int32]:
-        """Length of a request, and first and end tile of this CTA's part of it."""
-        seq_len = mSeqLens[request]
-        begin, end = self.tile_span(words, request, mSeqLens)
-        end = end if seq_len > 0 else begin
-        return seq_len, begin, end
-
-    @cute.jit
     def produce(
         self,
         storage: cutlass.Constexpr,
@@ -207,26 +200,18 @@ class ForwardSm90Fp8(OutputSm90Fp8):
     ) -> None:
         """The loading warp: of every request first Q, then the tiles, each in the next stage of the ring."""
         tiling = self.tiling
-        box = (tiling.box_keys // 2, LINE)
-        sBoxes = cute.group_modes(cute.flat_divide(sK, box), 0, 2)
-        gBoxes = cute.group_modes(cute.local_tile(gInputs[0], box, (None, None, None)), 0, 2)
-        tKsK, tKgK = cpasync.tma_partition(tma[0], 0, cute.make_layout(1), sBoxes, gBoxes)
+        tKsK, tKgK = self.key_boxes(tma[0], gInputs[0], sK, (tiling.box_keys // 2, LINE))
         num_pages = cute.size(gInputs[0], mode=[2])
         stage, phase = Int32(0), Int32(1)  # a fresh barrier lets a wait for parity 1 pass
-        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
+        for request in cutlass.range(words[FIRST_REQUEST], words[LAST_REQUEST] + 1, unroll=1):
             begin, end = self.tile_span(words, request, mSeqLens)
             if begin < end:
                 self.load_queries_to(storage, tma, gInputs, request, stage, phase, row_tile)
-                wrap = stage + 1 == STAGES
-                stage = Int32(0) if wrap else stage + 1
-                phase = phase ^ 1 if wrap else phase
+                stage, phase = self.next_stage(stage, phase, STAGES)
             for tile in cutlass.range(begin, end, unroll=1):
                 full = storage.full.data_ptr() + stage * len(ARRIVALS)
                 if cutlass.const_expr(tiling.pages_per_tile == 1):
-                    # The first tile's page stands in the schedule: one memory latency less before the first key is on its way.
-                    page, part = words[6], tile % tiling.tiles_per_page
-                    if (request > words[0]) | (tile > begin):
-                        page = mTable[request, tile // tiling.tiles_per_page]
+                    page, part = self.page_of(mTable, words, request, begin, tile), tile % tiling.tiles_per_page
                     cute.arch.mbarrier_wait(storage.empty.data_ptr() + stage, phase)
                     for i in cutlass.range_constexpr(len(ARRIVALS)):
                         self.expect(full + i, len(ARRIVALS[i]) * BOX_BYTES)
@@ -236,9 +221,7 @@ class ForwardSm90Fp8(OutputSm90Fp8):
                 else:
                     cute.arch.mbarrier_wait(storage.empty.data_ptr() + stage, phase)
                     self.load_small(tma[0], mTable, mSeqLens[request], request, tile, num_pages, stage, full, tKsK, tKgK)
-                wrap = stage + 1 == STAGES
-                stage = Int32(0) if wrap else stage + 1
-                phase = phase ^ 1 if wrap else phase
+                stage, phase = self.next_stage(stage, phase, STAGES)
 
     @cute.jit
     def expect(self, barrier: cute.Pointer, num_bytes: cutlass.Constexpr) -> None:
@@ -259,15 +242,14 @@ class ForwardSm90Fp8(OutputSm90Fp8):
         tKsK: cute.Tensor,
         tKgK: cute.Tensor,
     ) -> None:
-        """A tile of several pages. The table is not read past the last key: those boxes aim past the last page and arrive as zeros."""
-        boxes = self.tiling.pages_per_tile
+        """A tile of several pages."""
         for i in cutlass.range_constexpr(len(ARRIVALS)):
             self.expect(full + i, len(ARRIVALS[i]) * BOX_BYTES)
         # Rolled loops: 36 unrolled copies spill the producer's registers.
-        for box in cutlass.range(boxes, unroll=1):
+        for box in cutlass.range(self.tiling.pages_per_tile, unroll=1):
             page = num_pages
-            if tile * TILE_KEYS + box * self.tiling.box_keys < seq_len:
-                page = mTable[request, tile * boxes + box]
+            if self.box_has_keys(tile, box, seq_len):
+                page = mTable[request, tile * self.tiling.pages_per_tile + box]
             for line in cutlass.range(LINES, unroll=1):
                 barrier = full + fp8_tile.arrival_of_line(line)
                 cute.copy(tma, tKgK[None, 0, line, page], tKsK[None, box, line, stage], tma_bar_ptr=barrier)
@@ -338,10 +320,11 @@ class ForwardSm90Fp8(OutputSm90Fp8):
         # Step 2: row statistics, one per score row that this thread sees.
         warp_values = self.group_values(storage, group)
         row_max, row_sum, factor = (cute.make_rmem_tensor((2, self.row_blocks), Float32) for _ in range(3))
+        statistics = (row_max, row_sum, factor)
 
         # Step 3: the requests of the range. `position` counts the stages that the producer has filled for the requests before.
         position = Int32(0)
-        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
+        for request in cutlass.range(words[FIRST_REQUEST], words[LAST_REQUEST] + 1, unroll=1):
             seq_len, begin, end = self.work_span(words, request, lens[0])
             if begin < end:
                 self.convert_queries(storage, lens, request, seq_len, position, scale_log2 * k_scale, row_tile, group, warp_index)
@@ -368,20 +351,20 @@ class ForwardSm90Fp8(OutputSm90Fp8):
                     keys = seq_len - self.tiling.first_key(tile)
                     if keys < TILE_KEYS:
                         self.clear_past(address, cutlass.max(keys, 0), thread)
-                        self.sync_group(group)
+                        self.sync_warpgroup(group)
                     values = [address + o for o in value_offsets]
                     ahead = [fp8_products.load_values(values, i) for i in range(self.groups_ahead)]
                     self.logits(storage, rS, keys, tile, first_key, lane)
                     softmax.publish_max(rS, warp_values, warp_index, lane)
                     self.raise_logits(rS)
-                    self.sync_group(group)
-                    softmax.update(rS, row_max, row_sum, factor, warp_values, lane, rows_may_see_nothing=False)
+                    self.sync_warpgroup(group)
+                    softmax.update(rS, *statistics, warp_values, lane, rows_may_see_nothing=False)
                     rP = cute.make_rmem_tensor(acc_s.shape, Float16)
                     rP.store(acc_s.load().to(Float16))
                     cute.copy(store_p, store_p.retile(rP), tPsP)
                     cute.arch.fence_proxy("async.shared", space="cta")
-                    self.scale_output(rO, factor)
-                    self.sync_group(group)
+                    softmax.scale_output(rO, factor)
+                    self.sync_warpgroup(group)
                     fp8_products.multiply_values(mma_o, acc_o, tOrP, values, ahead)
                     # The last stage of a piece is kept: the output passes through it.
                     if tile + 1 < piece_end:
@@ -389,7 +372,7 @@ class ForwardSm90Fp8(OutputSm90Fp8):
                             cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage, arrive_count=self.consumers)
                 last_stage, _ = self.stage_of(cutlass.max(position + piece_end - 1 - begin, 0))
                 self.finish_piece(
-                    storage, rO, row_max, row_sum, factor, outputs, k_scale, request, slot, piece_end - piece_begin, last_stage,
+                    storage, rO, statistics, outputs, k_scale, request, slot, piece_end - piece_begin, last_stage,
                     row_tile, group, warp_index,
                 )  # fmt: skip
             position += end - begin
@@ -478,7 +461,7 @@ class ForwardSm90Fp8(OutputSm90Fp8):
             rest = cutlass.min(rest, self.tiling.page_size - tile % self.tiling.tiles_per_page * TILE_KEYS)
         for block in cutlass.range_constexpr(self.row_blocks):
             for parity in cutlass.range_constexpr(2):
-                row = block * 8 + (lane % 4) * 2 + parity
+                row = softmax.row_of(block, parity, lane)
                 visible = cutlass.min(keys, rest)
                 if cutlass.const_expr(self.rows_differ):
                     visible = cutlass.min(row_limit[row] - self.tiling.first_key(tile), rest)

@@ -30,16 +30,15 @@ from .forward_sm90 import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     K_STAGES,
-    LN2,
     PRODUCER_REGISTERS,
     SHARED_MEMORY_LIMIT,
     THREADS,
     VALUE_COLUMNS,
-    ForwardSm90,
 )
 from .named_barrier import NamedBarrierSm90
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
-from .request_walk import CHUNK, CHUNKS, k_major, query_box
+from .request_range import FIRST_REQUEST, LAST_REQUEST
+from .request_walk import CHUNK, CHUNKS, RequestWalk, k_major
 from .schedule import NO_SLOT
 from .special_register import pinned, pinned_lane_index
 
@@ -50,14 +49,12 @@ PARTS = 2  # of a P V, by columns: each gives its chunks back as soon as it is t
 PART_COLUMNS = VALUE_COLUMNS // PARTS
 
 
-class ForwardSm90Wide(ForwardSm90):
+class ForwardSm90Wide(RequestWalk):
     """The forward kernel of one problem with more than 32 rows a CTA. Construction takes compile-time facts only."""
 
     def __init__(self, problem: DecodeProblem):
         super().__init__(problem)
         self.tile_rows = M_ROWS
-        self.score_rows = 8  # a thread sees two rows, as it does in each block of 8 rows of S^T
-        self.q_stages = 1
         # After so many chunks of its scores a warpgroup multiplies the other's P. The rope columns and its own half come first, because the
         # previous tile in the stage gave them back first. Later, the other's stage would be free later; earlier, its softmax is not through.
         self.chunks_before_other = 4 if self.row_tiles == 1 else 5
@@ -80,17 +77,8 @@ class ForwardSm90Wide(ForwardSm90):
         num_ranges: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        # Step 1: tensor maps, as in ForwardSm90.
-        box_keys = self.tiling.box_keys
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        gKV = cute.make_tensor(mKV.iterator, cute.select(mKV.layout, mode=[1, 2, 0]))
-        tma_kv, gKV = cpasync.make_tiled_tma_atom(load, gKV, k_major(self.dtype, box_keys, CHUNK), (box_keys, CHUNK))
-        q_tile = (self.problem.tile_heads, self.problem.tile_tokens, CHUNK)
-        box = query_box(self.dtype, *q_tile[:2])
-        gQN = cute.make_tensor(mQNope.iterator, cute.select(mQNope.layout, mode=[2, 1, 3, 0]))
-        gQR = cute.make_tensor(mQRope.iterator, cute.select(mQRope.layout, mode=[2, 1, 3, 0]))
-        tma_qn, gQN = cpasync.make_tiled_tma_atom(load, gQN, box, q_tile)
-        tma_qr, gQR = cpasync.make_tiled_tma_atom(load, gQR, box, q_tile)
+        # Step 1: tensor maps.
+        tma, gInputs = self.tensor_maps(mKV, mQNope, mQRope)
 
         # Step 2: matrix instructions: scores, P from registers, P from shared memory.
         def mma(columns: int, source: warpgroup.OperandSource, b_major: OperandMajorMode) -> cute.TiledMma:
@@ -99,8 +87,8 @@ class ForwardSm90Wide(ForwardSm90):
 
         sources = warpgroup.OperandSource
         self.kernel(
-            (tma_kv, tma_qn, tma_qr),
-            (gKV, gQN, gQR),
+            tma,
+            gInputs,
             mTable,
             (mSeqLens, mTotalLens),
             mSchedule,
@@ -204,28 +192,21 @@ class ForwardSm90Wide(ForwardSm90):
     ) -> None:
         """Producer of K, chunk by chunk in the order in which a stage's owner multiplies and gives them back."""
         tiling = self.tiling
-        boxes = tiling.pages_per_tile
-        box = (tiling.box_keys, CHUNK)
-        sBoxes = cute.group_modes(cute.flat_divide(sK, box), 0, 2)
-        gBoxes = cute.group_modes(cute.local_tile(gKV, box, (None, None, None)), 0, 2)
-        tKsK, tKgK = cpasync.tma_partition(tma, 0, cute.make_layout(1), sBoxes, gBoxes)
+        boxes, num_pages = tiling.pages_per_tile, cute.size(gKV, mode=[2])
+        tKsK, tKgK = self.key_boxes(tma, gKV, sK, (tiling.box_keys, CHUNK))
         pages = cute.make_rmem_tensor((boxes,), Int32)
         stage, phase = Int32(0), Int32(1)  # a fresh barrier lets a wait for parity 1 pass
-        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
+        for request in cutlass.range(words[FIRST_REQUEST], words[LAST_REQUEST] + 1, unroll=1):
             begin, end = self.tile_span(words, request, mSeqLens)
             seq_len = mSeqLens[request]
             for tile in cutlass.range(begin, end, unroll=1):
                 part = Int32(0)
                 if cutlass.const_expr(boxes == 1):
-                    # The first tile's page stands in the schedule: one memory latency less before the first key is on its way.
-                    pages[0], part = words[6], tile % tiling.tiles_per_page
-                    if (request > words[0]) | (tile > begin):
-                        pages[0] = mTable[request, tile // tiling.tiles_per_page]
+                    pages[0], part = self.page_of(mTable, words, request, begin, tile), tile % tiling.tiles_per_page
                 else:
-                    # The table is not read past the last key: those boxes aim past the last page and arrive as zeros.
                     for i in cutlass.range_constexpr(boxes):
-                        pages[i] = cute.size(gKV, mode=[2])
-                        if tile * TILE_KEYS + i * tiling.box_keys < seq_len:
+                        pages[i] = num_pages
+                        if self.box_has_keys(tile, i, seq_len):
                             pages[i] = mTable[request, tile * boxes + i]
                 # Rolled: unrolled copies of several boxes spill the producer's registers.
                 for step in cutlass.range(CHUNKS, unroll=1):
@@ -249,9 +230,9 @@ class ForwardSm90Wide(ForwardSm90):
         return Int32(ROPE) if step == 0 else (step - 1) ^ (owner * HALF)
 
     @cute.jit
-    def score_row(self, block: cutlass.Constexpr, parity: cutlass.Constexpr, group: Int32, lane: Int32) -> Int32:
-        """Row of the tile of a thread's first or second line of S and O; `lane`: of the warpgroup, 0 to 127."""
-        return lane // 32 * 16 + lane % 32 // 4 + 8 * parity
+    def score_row(self, block: cutlass.Constexpr, half: cutlass.Constexpr, thread: Int32) -> Int32:
+        """Row of the tile of a thread's first or second line of S and O. There is one block: a thread has two row statistics, [half, 0]."""
+        return thread // 32 * 16 + thread % 32 // 4 + 8 * half
 
     @cute.jit
     def consume(
@@ -293,11 +274,9 @@ class ForwardSm90Wide(ForwardSm90):
 
         # Step 3: the requests of the range. `count`: tiles that this CTA is through with.
         count, q_phase, finished = Int32(0), Int32(0), Int32(0)
-        for request in cutlass.range(words[0], words[2] + 1, unroll=1):
-            seq_len = lens[0][request]
-            begin, end = self.tile_span(words, request, lens[0])
-            end = end if seq_len > 0 else begin
-            self.row_limits(limits, lens, request, seq_len, row_tile, group, thread)
+        for request in cutlass.range(words[FIRST_REQUEST], words[LAST_REQUEST] + 1, unroll=1):
+            seq_len, begin, end = self.work_span(words, request, lens[0])
+            self.row_limits(limits, lens, request, seq_len, row_tile, thread)
             if begin < end:
                 cute.arch.mbarrier_wait(storage.q_full.data_ptr(), q_phase)
             for piece in cutlass.range(self.range.num_pieces(begin, end, seq_len), unroll=1):
@@ -311,7 +290,7 @@ class ForwardSm90Wide(ForwardSm90):
                     others = (mma_other, acc_o, tOrP, tOrV)
                     self.scores(storage, mma_s, acc_s, tSrQ, tSrK, others, statistics, index, tile > piece_begin, group, thread)
                     key0 = self.tiling.first_key(tile)
-                    self.visible_keys(visible, limits, tile, key0)
+                    self.visible_in_tile(visible, limits, tile, key0)
                     self.probabilities(acc_s, statistics, visible, scale_log2, thread)
                     rP = self.rounded(acc_s)
                     # All warps of this warpgroup are through with the other's P, which lies where ours goes.
@@ -437,16 +416,12 @@ class ForwardSm90Wide(ForwardSm90):
         row_sum[half] = row_sum[half] * factor[half]
 
     @cute.jit
-    def sync_warpgroup(self, group: Int32) -> None:
-        cute.arch.barrier(barrier_id=NamedBarrierSm90.WARPGROUP_0 + group, number_of_threads=128)
-
-    @cute.jit
     def publish_max(self, storage: cutlass.Constexpr, row_max: cute.Tensor, thread: Int32) -> None:
         """The new maxima, for the other warpgroup."""
         maxima = storage.maxima.get_tensor(cute.make_layout((M_ROWS,)))
         if thread % 4 == 0:
             for half in cutlass.range_constexpr(2):
-                maxima[self.score_row(0, half, 0, thread)] = row_max[half]
+                maxima[self.score_row(0, half, thread)] = row_max[half]
 
     @cute.jit
     def share(self, sK: cute.Tensor, keys: Int32, group: Int32, thread: Int32) -> None:
@@ -498,7 +473,7 @@ class ForwardSm90Wide(ForwardSm90):
         cute.arch.barrier(barrier_id=NamedBarrierSm90.P_READY_0 + 1 - group, number_of_threads=128 * CONSUMERS)
         maxima = storage.maxima.get_tensor(cute.make_layout((M_ROWS,)))
         for half in cutlass.range_constexpr(2):
-            self.raise_reference(statistics, maxima[self.score_row(0, half, 0, thread)], half)
+            self.raise_reference(statistics, maxima[self.score_row(0, half, thread)], half)
         self.scale_if_raised(acc_o, factor)
         # The owner has waited for these chunks; TMA's writes are ours to read once we have, too.
         for i in cutlass.range_constexpr(HALF):
@@ -576,10 +551,10 @@ class ForwardSm90Wide(ForwardSm90):
             for offset in cutlass.range_constexpr(1, 3):
                 row_sum[half] = row_sum[half] + cute.arch.shuffle_sync_bfly(row_sum[half], offset=offset)
             if thread % 4 == 0:
-                sums[self.score_row(0, half, 0, thread), group, buffer] = row_sum[half]
+                sums[self.score_row(0, half, thread), group, buffer] = row_sum[half]
         cute.arch.barrier(barrier_id=NamedBarrierSm90.CONSUMERS, number_of_threads=128 * CONSUMERS)
         for half in cutlass.range_constexpr(2):
-            row = self.score_row(0, half, 0, thread)
+            row = self.score_row(0, half, thread)
             row_sum[half] = sums[row, 0, buffer] + sums[row, 1, buffer]
             # A row without keys has sum 0: output 0, LSE -inf.
             factor[half] = Float32(0.0) if row_sum[half] == 0.0 else cute.arch.rcp_approx(row_sum[half])
@@ -593,7 +568,7 @@ class ForwardSm90Wide(ForwardSm90):
             self.store_output(acc_o, mOutPartial[slot, None, None, None], row_tile, group, thread)
         if group == 0:
             if thread % 4 == 0:
-                self.store_row_lse(row_max, row_sum, mLse, mLsePartial, request, slot, row_tile, thread)
+                self.store_lse(row_max, row_sum, mLse, mLsePartial, request, slot, row_tile, thread)
 
     @cute.jit
     def store_output(self, acc_o: cute.Tensor, gO: cute.Tensor, row_tile: Int32, group: Int32, thread: Int32) -> None:
@@ -615,7 +590,7 @@ class ForwardSm90Wide(ForwardSm90):
                     pairs[parity, block] = rO[parity, half, block].to(dtype)
             if cutlass.const_expr(dtype.width == 16):
                 self.transpose_quads(cute.recast_tensor(values, Int32), thread)
-            token, head, exists = self.locate(self.score_row(0, half, 0, thread), row_tile)
+            token, head, exists = self.locate(self.score_row(0, half, thread), row_tile)
             if exists:
                 # One address a row; the columns are offsets from it.
                 first = (gO[token, head, None].iterator + group * VALUE_COLUMNS + thread % 4 * unit).align(unit * dtype.width // 8)
@@ -632,25 +607,3 @@ class ForwardSm90Wide(ForwardSm90):
                     taken = cute.arch.shuffle_sync_bfly(low if upper else high, offset=1 << bit)
                     words[i] = taken if upper else low
                     words[i + (1 << bit)] = high if upper else taken
-
-    @cute.jit
-    def store_row_lse(
-        self,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mLsePartial: cute.Tensor,
-        request: Int32,
-        slot: Int32,
-        row_tile: Int32,
-        thread: Int32,
-    ) -> None:
-        """Base-2 LSE to the partial slot, natural-log LSE to the caller."""
-        for half in cutlass.range_constexpr(2):
-            token, head, exists = self.locate(self.score_row(0, half, 0, thread), row_tile)
-            lse = row_max[half] + cute.math.log2(row_sum[half], fastmath=True)
-            if exists:
-                if slot != NO_SLOT:
-                    mLsePartial[slot, token, head] = lse
-                elif cutlass.const_expr(self.problem.return_lse):
-                    mLse[request, token, head] = lse * LN2

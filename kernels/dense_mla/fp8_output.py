@@ -11,10 +11,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from . import softmax
-from .forward_sm90 import ForwardSm90
 from .fp8_tile import TILE_BYTES, VALUE_GROUPS
 from .named_barrier import NamedBarrierSm90
 from .problem import HEAD_DIM_V, DecodeProblem
+from .request_walk import RequestWalk
 from .schedule import NO_SLOT
 from .special_register import pinned, pinned_lane_index
 
@@ -24,7 +24,7 @@ ROW_BYTES = 32 * 16  # of the output that a warp stores at once
 P_SHIFT = 15.0  # P is at most 2^15: half of FP16's largest value
 
 
-class OutputSm90Fp8(ForwardSm90):
+class OutputSm90Fp8(RequestWalk):
     """Base of the E4M3 forward: its consumer warpgroups, their barriers, and what they do once the tiles of a piece are done."""
 
     def __init__(self, problem: DecodeProblem, consumers: int):
@@ -41,9 +41,6 @@ class OutputSm90Fp8(ForwardSm90):
         rows = self.tile_rows
         return cute.make_tensor(storage.warp_values.data_ptr() + group * (4 * rows), cute.make_layout((4, rows), stride=(rows, 1)))
 
-    def sync_group(self, group: Int32) -> None:
-        cute.arch.barrier(barrier_id=NamedBarrierSm90.WARPGROUP_0 + group, number_of_threads=128)
-
     def sync_consumers(self) -> None:
         cute.arch.barrier(barrier_id=NamedBarrierSm90.CONSUMERS, number_of_threads=128 * self.consumers)
 
@@ -55,22 +52,11 @@ class OutputSm90Fp8(ForwardSm90):
         cute.arch.barrier(barrier_id=NamedBarrierSm90.SIDES, number_of_threads=128 * SIDES)
 
     @cute.jit
-    def scale_output(self, rO: cute.Tensor, factor: cute.Tensor) -> None:
-        """Scales the output so far, row by row."""
-        for m_tile in cutlass.range_constexpr(VALUE_GROUPS):
-            for block in cutlass.range_constexpr(self.row_blocks):
-                for half in cutlass.range_constexpr(2):
-                    for parity in cutlass.range_constexpr(2):
-                        rO[parity, half, block, m_tile] = rO[parity, half, block, m_tile] * factor[parity, block]
-
-    @cute.jit
     def finish_piece(
         self,
         storage: cutlass.Constexpr,
         rO: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        factor: cute.Tensor,
+        statistics: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         outputs: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor, cute.Tensor],
         k_scale: Float32,
         request: Int32,
@@ -87,9 +73,10 @@ class OutputSm90Fp8(ForwardSm90):
         """
         lane, warp_index = pinned_lane_index(), cute.arch.make_warp_uniform(pinned(warp_index))
         mOut, mLse, mOutPartial, mLsePartial = outputs
+        row_max, row_sum, factor = statistics
         if tiles > 0:
-            self.weigh(storage, row_max, row_sum, factor, k_scale, group, warp_index, lane)
-            self.scale_output(rO, factor)
+            self.weigh(storage, statistics, k_scale, group, warp_index, lane)
+            softmax.scale_output(rO, factor)
             if cutlass.const_expr(self.consumers > SIDES):
                 if tiles > SIDES:
                     self.hand_over(storage, rO, last_stage, group, warp_index, lane)
@@ -112,21 +99,20 @@ class OutputSm90Fp8(ForwardSm90):
                 self.store_zeros(mOut[request, None, None, None], row_tile, group * 4 + warp_index, lane)
         if warp_index + 4 * group == 0:
             if lane < 4:
-                self.store_lse(row_max, row_sum, mLse, mLsePartial, request, slot, row_tile, group, lane)
+                self.store_lse(row_max, row_sum, mLse, mLsePartial, request, slot, row_tile, lane)
 
     @cute.jit
     def weigh(
         self,
         storage: cutlass.Constexpr,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        factor: cute.Tensor,
+        statistics: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         k_scale: Float32,
         group: Int32,
         warp_index: Int32,
         lane: Int32,
     ) -> None:
         """Maxima and sums over all warpgroups, and what this one's output has to be multiplied with."""
+        row_max, row_sum, factor = statistics
         softmax.publish_sum(row_sum, self.group_values(storage, group), warp_index, lane)
         group_max = storage.group_max.get_tensor(cute.make_layout((self.tile_rows, self.consumers)))
         if warp_index == 0:
@@ -137,7 +123,7 @@ class OutputSm90Fp8(ForwardSm90):
         self.sync_consumers()
         for block in cutlass.range_constexpr(self.row_blocks):
             for parity in cutlass.range_constexpr(2):
-                row = block * 8 + (lane % 4) * 2 + parity
+                row = softmax.row_of(block, parity, lane)
                 top = group_max[row, 0]
                 for other in cutlass.range_constexpr(1, self.consumers):
                     top = cute.arch.fmax(top, group_max[row, other])
@@ -193,7 +179,7 @@ class OutputSm90Fp8(ForwardSm90):
             for side in cutlass.range_constexpr(SIDES):
                 if group == side:
                     self.add_quads(rO, self.passed_quads(storage, stage, side), side * groups + step * self.exchanged_groups, thread)
-        self.sync_group(group)  # the output takes the place of what has been read
+        self.sync_warpgroup(group)  # the output takes the place of what has been read
 
     def passed_quads(self, storage: Any, stage: Any, place: int) -> Any:
         """What passes through one part of a stage: [4 registers, 128 threads, quads]."""
@@ -244,7 +230,7 @@ class OutputSm90Fp8(ForwardSm90):
         column = warp_index * 16 + lane // 4 * 2
         for step in cutlass.range_constexpr(groups // pass_groups):
             if cutlass.const_expr(step > 0):
-                self.sync_group(group)
+                self.sync_warpgroup(group)
             for parity in cutlass.range_constexpr(2):
                 row = (lane % 4) * 2 + parity
                 for block in cutlass.range_constexpr(self.row_blocks):
@@ -254,7 +240,7 @@ class OutputSm90Fp8(ForwardSm90):
                 place = row * pass_columns + ((column // unit) ^ row) * unit + column % unit
                 cute.copy(store, pairs, cute.make_tensor((sO + place).align(2 * dtype.width // 8), places))
             cute.arch.fence_proxy("async.shared", space="cta")  # TMA writes here next
-            self.sync_group(group)
+            self.sync_warpgroup(group)
             for i in cutlass.range_constexpr(self.tile_rows // 4):
                 row = i * 4 + warp_index
                 token, head, exists = self.locate(row, row_tile)

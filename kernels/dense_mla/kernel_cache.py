@@ -31,6 +31,7 @@ _DIGEST_BYTES = 32
 # The names of our files: whatever else lies in the folder is not ours to count or delete.
 _ENTRY = re.compile(r"\w+-[0-9a-f]{64}\.o")
 _LEFTOVER = re.compile(r"[0-9a-f]{64}\.lock|\w+-[0-9a-f]{64}\.[0-9a-f]+\.tmp")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class KernelCache:
             return None
         except Exception as error:  # whatever LLVM does not like about it
             damage = _reason(error)
-        if report_damage:
+        if report_damage and path.exists():  # it may have been deleted between the look at it and the load
             logger.warning("kernel cache entry %s is not loaded: %s; the kernel is compiled anew", path, damage)
         return None
 
@@ -244,9 +245,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """An error in one line."""
+    """An error in one line, without the colours that the DSL gives its own."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split())[:300]
+    return " ".join(_COLOUR.sub("", text).split())[:300]
 
 
 @cache

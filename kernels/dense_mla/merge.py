@@ -12,8 +12,8 @@ are not touched.
 Which blocks a CTA works on stands in the schedule (merge_plan.py). A CTA that starts last, because its SM was busy with the forward until the
 end, has everything that it does before its first load of a piece on the way of the whole GPU: that is two loads of its own share.
 
-One CTA an SM, launched with as much shared memory as the forward's: an SM that divides its memory into L1 and shared memory in another way for
-the next kernel has to drain first.
+One CTA an SM, launched with all the shared memory that a CTA may have, which the forward about fills: an SM that divides its memory into L1 and
+shared memory in another way for the next kernel has to drain first.
 """
 
 import math
@@ -225,7 +225,8 @@ class Merge:
                 w = cute.math.exp2(lse[i] - reference, fastmath=True)
                 weight += w
                 for j in cutlass.range_constexpr(self.tile.vector):
-                    # An empty piece's values were never written: not even times 0. A NaN is not 0: it shows in the output.
+                    # Not even times 0: of a row that sees no key of the piece, the forward stored 0 times the values of its keys, which is NaN where
+                    # one of those is. A weight that is NaN is not 0: it shows in the output.
                     value = self.value(loaded, j, i)
                     total[j] = total[j] if w == 0.0 else total[j] + w * value
             maximum = new_maximum

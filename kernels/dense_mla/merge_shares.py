@@ -9,10 +9,10 @@ from cutlass import Int32
 
 from .block_scan import block_scan
 from .merge_plan import STRANDS_LOG2, split_blocks
+from .problem import MAX_RANGES
 from .schedule import HEADER_WORDS, MAX_REQUESTS, RANGE_WORDS, SHARE_WORDS, SPLIT_WORDS
 
 REQUEST, FIRST_SLOT, PIECES, SPLIT, BLOCK, BLOCKS, MOST = range(7)  # words of a share; the first four are those of a split request
-MAX_RANGES = 1024  # more than any GPU has SMs; without batch invariance, fewer requests than ranges are split
 
 
 @cute.jit
@@ -45,7 +45,7 @@ class MergeShares:
     def __init__(self, batch_invariant: bool, threads: int):
         self.batch_invariant = batch_invariant
         self.threads = threads
-        self.max_splits = MAX_REQUESTS if batch_invariant else MAX_RANGES
+        self.max_splits = MAX_REQUESTS if batch_invariant else MAX_RANGES  # cut by ranges, fewer requests are split than there are ranges
 
     @cute.jit
     def note(self, notes: tuple[cute.Tensor, cute.Tensor, Int32], split: Int32, pieces: Int32) -> None:

@@ -14,6 +14,7 @@ MAX_HEADS = 128
 FIXED_COST = 1  # what starting a request costs a CTA, in tiles of 16-bit keys
 FIXED_COST_E4M3 = 3  # in tiles of E4M3 keys, which take half as long
 MAX_QUERY_LEN = 16
+MAX_RANGES = 512  # of a schedule, more than any GPU has SMs: the schedule kernel has shared memory for as many split requests
 FP8_TILE_ROWS = 32  # the same with an E4M3 cache: one warpgroup holds the output of all 512 columns, 4 registers a row
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 PARTIAL_DTYPES = (torch.bfloat16, torch.float32)
@@ -154,5 +155,12 @@ class DecodeProblem:
         return self.context.world > 1 and self.query_len > 1 and self.causal
 
     def num_ranges(self, sm_count: int) -> int:
-        """Ranges into which the schedule cuts a step's tiles: one per CTA and row tile, so that the grid never exceeds the SMs."""
-        return max(sm_count // self.row_tiles, 1)
+        """Ranges into which the schedule cuts a step's tiles: one per CTA and row tile, so that the grid never exceeds the SMs.
+
+        Raises:
+            ValueError: more than the kernels take.
+        """
+        ranges = max(sm_count // self.row_tiles, 1)
+        if ranges > MAX_RANGES:
+            raise ValueError(f"num_ranges must be at most {MAX_RANGES}, got {ranges} ({sm_count} SMs over {self.row_tiles} row tiles)")
+        return ranges

@@ -86,18 +86,18 @@ def attention(
         seq_lens: `[requests]`, keys of each request on this rank.
         scale: softmax scale.
         query_len, causal, context: as in `DecodeProblem`.
-        total_lens: `[requests]`, keys of each request on all ranks; by default seq_lens.
+        total_lens: `[requests]`, keys of each request on all ranks; needed where causal query tokens share the keys out among ranks.
         k_scale: what the cache's values have to be multiplied with.
 
     Returns:
         out `[R, heads, 512]` and the natural-log lse `[R, heads]`, both FP64. A row that sees no key: 0 and -inf.
 
     Raises:
-        ValueError: a shape that does not fit, a negative length, or a block table narrower than the lengths need.
+        ValueError: a shape that does not fit, a negative length, a block table narrower than the lengths need, or no total_lens where needed.
     """
     query = _joined(q)
     lens = _checked_lens(query, kv_cache, block_table, seq_lens, query_len)
-    totals = lens if total_lens is None else total_lens.tolist()
+    totals = _totals(lens, total_lens, causal and query_len > 1 and context.world > 1)
     out = query.new_zeros((*query.shape[:2], HEAD_DIM_V), dtype=torch.float64)
     lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float64)
     for r, seq_len in enumerate(lens):
@@ -148,7 +148,7 @@ def decode(
     query = _joined(q)
     lens = _checked_lens(query, kv_cache, block_table, seq_lens, problem.query_len)
     _check_problem(problem, query, kv_cache)
-    totals = lens if total_lens is None else total_lens.tolist()
+    totals = _totals(lens, total_lens, problem.needs_total_lens)
     tiling = PageTiling(problem.page_size)
     schedule = plan(lens, problem.page_size, num_ranges, problem.batch_invariant, problem.fixed_cost)
     slots = max_slots(len(lens), num_ranges, problem.batch_invariant)
@@ -256,6 +256,16 @@ def _checked_lens(
     if block_table.shape[1] < columns:
         needed = f"{columns} columns for seq_len {max(lens)} in pages of {kv_cache.shape[1]}"
         raise ValueError(f"block_table must have {needed}, got {block_table.shape[1]}")
+    return lens
+
+
+def _totals(lens: list[int], total_lens: torch.Tensor | None, needed: bool) -> list[int]:
+    """Keys of each request on all ranks. On one rank, or where every token sees all keys, nobody has to say."""
+    if total_lens is not None:
+        totals: list[int] = total_lens.tolist()
+        return totals
+    if needed:
+        raise ValueError("total_lens must be given for causal blocks of query tokens on several ranks, got None")
     return lens
 
 

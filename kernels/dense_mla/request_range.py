@@ -10,9 +10,12 @@ from .paged_kv import PageTiling
 from .problem import DecodeProblem
 from .schedule import INVARIANT_PIECES, NO_SLOT, invariant_piece_tiles
 
+# A range's words in the schedule buffer: the fields of `schedule.Range`, and the page of its first tile.
+FIRST_REQUEST, FIRST_TILE, LAST_REQUEST, LAST_END_TILE, FIRST_SLOT, LAST_SLOT, FIRST_PAGE = range(7)
+
 
 class RequestRange:
-    """What lies where in a range. `words` are the range's words of the schedule: the fields of `schedule.Range`, in order."""
+    """What lies where in a range. `words` are the range's words of the schedule."""
 
     def __init__(self, problem: DecodeProblem):
         self.problem = problem
@@ -21,9 +24,9 @@ class RequestRange:
     @cute.jit
     def tile_span(self, words: cute.Tensor, request: Int32, seq_len: Int32) -> tuple[Int32, Int32]:
         """First and end tile of a request in this range; equal where it has no key."""
-        begin = words[1] if request == words[0] else Int32(0)
-        end = words[3]
-        if request != words[2]:
+        begin = words[FIRST_TILE] if request == words[FIRST_REQUEST] else Int32(0)
+        end = words[LAST_END_TILE]
+        if request != words[LAST_REQUEST]:
             end = self.tiling.num_tiles(seq_len)
         return begin, end if seq_len > 0 else begin
 
@@ -54,10 +57,10 @@ class RequestRange:
             if length < tiles:
                 slot = request * INVARIANT_PIECES + begin // length
         else:
-            if request == words[2]:
-                slot = words[5]
-            if request == words[0]:
-                slot = words[4]
+            if request == words[LAST_REQUEST]:
+                slot = words[LAST_SLOT]
+            if request == words[FIRST_REQUEST]:
+                slot = words[FIRST_SLOT]
         return slot
 
     @cute.jit

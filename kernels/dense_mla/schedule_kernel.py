@@ -82,7 +82,7 @@ class ScheduleKernel:
             splits_before: cute.struct.MemRange[Int32, 1 if self.batch_invariant else MAX_REQUESTS]
             pieces: cute.struct.MemRange[Int32, self.shares.max_splits]
             strand_counts: cute.struct.MemRange[Int32, STRANDS_LOG2 + 1]
-            warp_sums: cute.struct.MemRange[Int32, WARPS]
+            warp_sums: cute.struct.Align[cute.struct.MemRange[Int32, WARPS], 16]  # read four at a time
             too_long: cute.struct.MemRange[Int32, 1]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)

@@ -21,6 +21,11 @@ def accumulator_view(acc: Any, row_blocks: int, m_tiles: int = 1) -> Any:
     return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, row_blocks, m_tiles)))
 
 
+def row_of(block: int, parity: int, lane: Any) -> Any:
+    """Row of the tile that a register of row block `block` and row parity `parity` belongs to."""
+    return block * 8 + (lane % 4) * 2 + parity
+
+
 @cute.jit
 def scale_and_mask(scores: cute.Tensor, visible: cute.Tensor, first_key: Int32, scale_log2: Float32):
     """Scores to base-2 logits; the keys of the tile at `visible` [2 parities, row blocks] and beyond become -inf.
@@ -60,7 +65,7 @@ def update(
     """Logits to probabilities against the new maximum; `factor` is what older sums and outputs have to be multiplied with."""
     for block in cutlass.range_constexpr(scores.shape[2]):
         for parity in cutlass.range_constexpr(2):
-            row = block * 8 + (lane % 4) * 2 + parity
+            row = row_of(block, parity, lane)
             tile_max = cute.arch.fmax(
                 cute.arch.fmax(warp_values[0, row], warp_values[1, row]), cute.arch.fmax(warp_values[2, row], warp_values[3, row])
             )
@@ -80,6 +85,16 @@ def update(
 
 
 @cute.jit
+def scale_output(output: cute.Tensor, factor: cute.Tensor):
+    """Every value of O^T, an `accumulator_view`, times the factor of its row."""
+    for m_tile in cutlass.range_constexpr(output.shape[3]):
+        for block in cutlass.range_constexpr(output.shape[2]):
+            for half in cutlass.range_constexpr(2):
+                for parity in cutlass.range_constexpr(2):
+                    output[parity, half, block, m_tile] = output[parity, half, block, m_tile] * factor[parity, block]
+
+
+@cute.jit
 def publish_sum(row_sum: cute.Tensor, warp_values: cute.Tensor, warp: Int32, lane: Int32):
     """This warp's sum of every row into `warp_values` [4 warps, rows]; a barrier must follow."""
     for block in cutlass.range_constexpr(row_sum.shape[1]):
@@ -96,5 +111,5 @@ def collect_sum(row_sum: cute.Tensor, warp_values: cute.Tensor, lane: Int32):
     """The four warps' sums of every row, added in warp order, back into `row_sum`."""
     for block in cutlass.range_constexpr(row_sum.shape[1]):
         for parity in cutlass.range_constexpr(2):
-            row = block * 8 + (lane % 4) * 2 + parity
+            row = row_of(block, parity, lane)
             row_sum[parity, block] = warp_values[0, row] + warp_values[1, row] + warp_values[2, row] + warp_values[3, row]

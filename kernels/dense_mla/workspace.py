@@ -32,7 +32,8 @@ def workspace_size(problem: DecodeProblem, num_requests: int, sm_count: int) -> 
     """Bytes that no batch of at most `num_requests` requests exceeds: they depend on no context length.
 
     Raises:
-        ValueError: more values than the kernels' 32-bit offsets reach. Only batch invariance, with its slots for every request, gets there.
+        ValueError: more SMs than the kernels share work among, or more values than their 32-bit offsets reach. Only batch invariance, with its
+            slots for every request, gets there.
     """
     slots = max_slots(num_requests, problem.num_ranges(sm_count), problem.batch_invariant)
     rows = slots * problem.rows

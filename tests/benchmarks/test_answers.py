@@ -44,7 +44,7 @@ def test_many_small_differences_are_as_bad_as_a_large_one() -> None:
 
 def test_nothing_is_measured_where_no_token_agrees_or_a_logprob_is_nan() -> None:
     none = Agreement.of(LEFT, answer((8, 6, 7), (-0.5, -0.6, -0.7)))
-    assert over_all([none]) == {"tokens": 3, "agreeing": 0, "logprob_gap": 0.0, "logprob_rms": 0.0}
+    assert over_all([none]) == {"tokens": 3, "agreeing": 0, "logprob_gap": 0.0, "logprob_rms": None}
     nan = over_all([none, Agreement.of(LEFT, answer((5, 6, 7), (-0.5, math.nan, -0.7)))])
     assert (nan["logprob_gap"], nan["logprob_rms"]) == (None, None)
 
@@ -84,6 +84,13 @@ def test_answer_keeps_the_likeliest_other_tokens() -> None:
     made = Answer.from_steps(17, [5, 6], [{5: -0.1, 9: -3.0, 4: -2.0}, {2: -0.2, 6: -0.4}])
     assert made == Answer(17, (5, 6), (-0.1, -0.4), ((4, 9), (2,)), ((-2.0, -3.0), (-0.2,)))
     assert Answer.from_json(asdict(made)) == made
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, None])
+def test_a_logprob_that_is_no_finite_number_is_refused(value: float) -> None:
+    """Of another token too; None is what JSON makes of NaN."""
+    with pytest.raises(ValueError, match="a logprob of the answer to the prompt of 17 tokens is not finite"):
+        Answer.from_steps(17, [5], [{5: -0.1, 9: value}])
 
 
 @pytest.mark.parametrize("steps", [[{5: -0.1, 9: -1.0}], [{5: -0.1, 9: -1.0}, {7: -0.1, 9: -1.0}], [{5: -0.1, 9: -1.0}, {6: -0.1}]])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import evidence
 from benchmarks.comparison_table import comparison_table
@@ -94,6 +95,12 @@ def test_commit_without_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("DENSE_MLA_DIRTY", raising=False)
     with pytest.raises(ValueError, match=r"--dirty .* must be yes or no"):
         source_state("given", None)
+
+
+def test_without_a_gpu_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="there is no CUDA device here to measure"):
+        evidence.collect_facts("c0ffee", "no")
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

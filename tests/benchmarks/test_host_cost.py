@@ -71,7 +71,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, inputs: DecodeInputs) -> Iterator[l
             prepare=lambda problem, device, **_: Decoder(problem=problem, device=device, sm_count=132, num_ranges=132, workspace_size=None)
         ),
     )
-    monkeypatch.setattr(metadata, "kernel_name", lambda device: "none")
+    monkeypatch.setattr(metadata, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: launches.append("wait"))
     vllm_dense_mla.register()
     load_settings.cache_clear()
@@ -111,6 +111,19 @@ def test_ours_is_compared_with_the_fastest_peer() -> None:
     rows = [{"kernel": name, "q": "tensor", "us": us} for name, us in (("DENSE_MLA", 50.0), ("FLASHMLA", 80.0), ("FLASH_ATTN_MLA", 100.0))]
     assert host_cost.comparisons(rows) == [{"q": "tensor", "fastest_peer": "FLASHMLA", "ours_over_fastest_peer": 0.625}]
     assert host_cost.comparisons(rows[:1]) == [] == host_cost.comparisons(rows[1:])
+
+
+def test_an_error_leaves_the_rows_before_it(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(steps: list[Any], inputs: DecodeInputs, form: str, count: int) -> list[dict[str, Any]]:
+        if form == "pair":
+            raise RuntimeError("unspecified launch failure")
+        return [{"kernel": step.backend, "q": form} for step in steps]
+
+    monkeypatch.setattr(host_cost, "measure", measure)
+    args = host_cost.parse_arguments(["--shape", "4x100", "--heads", "8"])
+    rows, failures = host_cost.measured(BACKENDS, args, torch.device("cpu"))
+    assert [row["q"] for row in rows] == ["tensor"] * 3
+    assert failures == [{"backend": "every backend", "error": "RuntimeError: unspecified launch failure"}]
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,12 @@ def test_without_evidence_nothing_is_claimed(project: Path) -> None:
 
 def test_decode_evidence_becomes_block_page_and_chart(project: Path) -> None:
     failure = Failure("TRITON_MLA", "1x4096", 16, 64, None, "RuntimeError: a | b")
-    save(project, render.DECODE, DecodeEvidence(FACTS, 4543.2, decode_rows(), [failure], ["8 heads, 1x4096"]).to_json())
+    save(project, render.DECODE, DecodeEvidence(FACTS, 4543.2, decode_rows(), [failure], ["8 heads, 1x4096", "8 heads, 8x8192"]).to_json())
     files = written(project)
     readme, page, chart = files["README.md"], files["docs/benchmarks.md"], files[render.CHART]
     assert "| 1x4096 | 7.0 | 14.0 (FLASH_ATTN_MLA) | 2.00 x | 15% |" in readme
     assert "| 8x8192 | 25.0 | 24.0 (FLASHMLA) | 0.96 x | 80% |" in readme
+    assert "With 16 heads, faster than the fastest peer in 2 of 3 cases; 0.96 x in the worst, 8x8192 at 16 heads." in readme
     assert render.NOTHING not in readme and readme.startswith("# x\n") and readme.endswith("\n\n## Next\n")
     assert "- Faster than the fastest peer in 2 of 3 cases: not in 8x8192 at 16 heads (0.96)." in page
     assert "- FP32 partials take from 1.020 (1x4096, 16 heads) to 1.020 (1x4096, 16 heads) of the time of BF16 partials." in page
@@ -95,7 +96,7 @@ def test_decode_evidence_becomes_block_page_and_chart(project: Path) -> None:
     assert "| 16 | 1x4096 | yes | 7.0 | 5.6 | 1.4 | 20% |" in page and "| 16 | 8x8192 | no | 25.0 | 24.5 | 0.5 | 2% |" in page
     assert "### Uneven batches" in page and "| 16 | mixed:64:32768 | 400.0 | 95% | 500.0 (FLASHMLA) | 76% |" in page
     assert "- 8 query tokens of 16 heads at 1x4096 take 1.30 of the time of 1." in page and "1x4096q8" not in readme
-    assert "### 128 heads" in page and "- Not run: 8 heads, 1x4096." in page
+    assert "### 128 heads" in page and "- Not run with 8 heads: 1x4096, 8x8192." in page
     assert "- TRITON_MLA has no time at 16 heads, 1x4096: RuntimeError: a   b" in page
     tree = ElementTree.fromstring(chart)
     titles = [title.text for title in tree.iter("{http://www.w3.org/2000/svg}title")]
@@ -163,26 +164,44 @@ def test_serving_evidence_becomes_sections(project: Path) -> None:
     row = {"kernel": "DENSE_MLA", "q": "tensor", "batch": 8, "build_us": 20.0, "launch_us": 30.0, "us": 50.5}
     ratio = {"q": "tensor", "fastest_peer": "FLASHMLA", "ours_over_fastest_peer": 0.8}
     save(project, "docs/evidence/host_cost_h200.json", facts | {"rows": [row], "comparisons": [ratio], "failures": []})
-    engine = {"name": "throughput_flashmla", "error": "TimeoutError: slow"}
+    engines = [{"name": "throughput_flashmla", "error": "TimeoutError: slow"}, {"name": "throughput_x", "error": None, "source": "abc"}]
     speed = {"kernel": "DENSE_MLA", "partial_dtype": "bf16", "batch": 8, "context": 1024, "tokens_per_s": 1234.4}
-    save(project, "docs/evidence/serve_throughput_h200.json", facts | {"layers": 4, "heads": 12, "rows": [speed], "engines": [engine]})
-    save(project, "docs/evidence/serve_load_h200.json", facts | {"unmet": ["RuntimeError: dead"], "passed": False})
+    slow = speed | {"context": 8192, "tokens_per_s": 90.0}
+    rows = [speed, slow, *(row | {"kernel": "TRITON_MLA", "partial_dtype": None, "tokens_per_s": 100.0} for row in (speed, slow))]
+    throughput = {"layers": 4, "heads": 12, "rows": rows, "engines": engines, "not_run": ["throughput_triton_mla"]}
+    save(project, "docs/evidence/serve_throughput_h200.json", facts | throughput)
     prompts = [{"logprob_gap": 0.03, "within_bar": True}, {"logprob_gap": 0.2, "within_bar": False}]
-    comparison = {"run": "offline_dense_mla_bf16", "with": "offline_triton_mla", "prompts": prompts}
-    peer = {"run": "offline_flashmla", "with": "offline_triton_mla", "prompts": prompts[:1], "tokens": 48, "agreeing": 40, "logprob_rms": 0.0123}
+    comparison = {"run": "offline_dense_mla_bf16", "with": "offline_triton_mla", "prompts": prompts, "within_bar": False, "required": True}
+    peer = comparison | {"run": "offline_flashmla", "prompts": prompts[:1], "tokens": 48, "agreeing": 40, "logprob_rms": 0.0123, "required": False}
     runs = [{"name": name, "error": None} for name in ("offline_dense_mla_bf16", "offline_triton_mla", "offline_dense_mla_bf16_heads96")]
     control = {"prompts": [{"agreeing": 0}, {"agreeing": 2}]}
-    served = {"comparisons": [comparison, peer], "compilation": "none", "control": control, "max_tokens": 48, "runs": runs, "passed": False}
+    bars = {"logprob_gap": 0.1, "logprob_rms": 0.02}
+    served = {
+        "bars": bars,
+        "not_run": ["serve_dense_mla_bf16"],
+        "comparisons": [comparison, peer],
+        "compilation": "none",
+        "control": control,
+        "max_tokens": 48,
+        "runs": runs,
+        "passed": False,
+    }
     save(project, "docs/evidence/serve_k3_shape_h200.json", facts | served)
     page = written(project)["docs/benchmarks.md"]
-    assert "| DENSE_MLA | tensor | 8 | 20.0 | 30.0 | 50.5 |" in page and "takes 0.800 of the time of FLASHMLA" in page
-    assert "| 8 | 1024 | 1234 |" in page and "- throughput_flashmla failed: TimeoutError: slow" in page
-    assert "Failed: RuntimeError: dead" in page
-    assert "| offline_dense_mla_bf16 | offline_triton_mla | 1 of 2 | - | - | 0.200 |" in page and "Not passed." in page
+    assert (
+        "| DENSE_MLA | tensor | 8 | 20.0 | 30.0 | 50.5 |" in page
+        and "takes 0.800 of the time of FLASHMLA, the fastest peer; the aim, no longer than it, is met." in page
+    )
+    assert "| 8 | 1024 | 1234 | 100 |" in page and "- throughput_flashmla failed: TimeoutError: slow" in page
+    assert "- More tokens per second than the fastest peer in 1 of 2 cases: not in 8 x 8192 (0.90)." in page
+    assert "- Not run: throughput_triton_mla." in page and "- Of commit abc: throughput_x." in page
+    assert "| offline_dense_mla_bf16 | offline_triton_mla | 1 of 2 | - | - | 0.200 | not within the bars |" in page
+    assert "- Not run: serve_dense_mla_bf16." in page
+    assert "Not passed: the bar was a difference of 0.1 for every token's logprob, and of 0.02 for their root mean square." in page
     assert "Compilation: none, full graphs of decode steps." in page
-    assert "| offline_flashmla | offline_triton_mla | 1 of 1 | 40 of 48 | 0.0123 | 0.030 |" in page
+    assert "| offline_flashmla | offline_triton_mla | 1 of 1 | 40 of 48 | 0.0123 | 0.030 | not within the bars (not required) |" in page
     assert "these many stay the same: 0, 2." in page and "compared with nobody: offline_dense_mla_bf16_heads96." in page
-    assert page.count(render.NOTHING) == len(render.DECODE_SECTIONS) + 3  # the other served model, the other ways to serve, and two GPUs
+    assert page.count(render.NOTHING) == len(render.DECODE_SECTIONS) + 4  # the load, the other served model, the other ways, and two GPUs
 
 
 def test_what_a_run_on_two_gpus_writes_can_be_rendered(project: Path) -> None:
@@ -196,20 +215,41 @@ def test_what_a_run_on_two_gpus_writes_can_be_rendered(project: Path) -> None:
     records = {run.name: RunRecord(run.name, run.path, run.backend, run.partial_dtype, run.variant_name, answers=[answer]) for run in runs}
     save(project, "docs/evidence/serve_tp2_h200.json", evidence_of(FACTS, records))
     page = written(project)["docs/benchmarks.md"]
-    assert "| serve_dense_mla_bf16_dcp2_spec4 | offline_dense_mla_bf16_spec4 | 1 of 1 | 1 of 1 | 0.0000 | 0.000 |" in page
-    assert "Not run: offline_dense_mla_fp32, " in page and "Not passed." in page
+    assert "| serve_dense_mla_bf16_dcp2_spec4 | offline_dense_mla_bf16_spec4 | 1 of 1 | 1 of 1 | 0.0000 | 0.000 | within the bars |" in page
+    assert "- Not run: offline_dense_mla_fp32, " in page and "Not passed: " in page
 
 
 def test_what_the_load_test_writes_can_be_rendered(project: Path) -> None:
     from benchmarks.answers import Answer
-    from benchmarks.serve_load import COUNTERS, LoadResult, evidence_of
+    from benchmarks.load_client import LoadResult
+    from benchmarks.serve_load import COUNTERS, LoadRun, evidence_of
 
-    answer = Answer(1, (5,), (-0.2,), (9,), (-2.0,))
+    def rendered(load: LoadRun) -> str:
+        content = evidence_of(load, "bf16", 9)
+        save(project, "docs/evidence/serve_load_h200.json", asdict(FACTS) | content | {"passed": not content["unmet"]})
+        return written(project)["docs/benchmarks.md"]
+
+    answer = Answer(1, (5,), (-0.2,), ((9,),), ((-2.0,),))
     result = LoadResult(completed=1999, aborted=1, seconds=20.0, latencies=[1.0] * 1999, sampled=[(0, answer)])
-    content = evidence_of(2000, result, dict.fromkeys(COUNTERS, 7.0), [(float(i), 1000) for i in range(8)], [answer], [answer])
-    save(project, "docs/evidence/serve_load_h200.json", asdict(FACTS) | content | {"passed": not content["unmet"]})
+    log = [
+        "Using AttentionBackendEnum.DENSE_MLA backend.", "Capturing CUDA graphs (FULL): 100%",
+        "DENSE_MLA backend: kernel K, KV cache bfloat16, partial dtype bf16 (X), workspace 8 bytes",
+    ]  # fmt: skip
+    load = LoadRun(2000, result, [(float(i), 1000) for i in range(8)], [answer], [answer], dict.fromkeys(COUNTERS, 7.0), log, unfinished=None)
+    page = rendered(load)
+    assert "2000 requests in 20 s: 1999 answered, 1 aborted by the client. 7 preemptions, 7 tokens found" in page and "\nPassed.\n" in page
+    page = rendered(replace(load, log=[*log, "ERROR x"], unfinished="not finished: the load"))
+    assert "Not passed:\n\n- not finished: the load\n- the log holds 1 error lines\n" in page
+    page = rendered(LoadRun(2000))
+    assert "2000 requests in 0 s: 0 answered, 0 aborted by the client. No counter was read." in page
+    assert "- not finished: the server has not started yet\n" in page and "Passed." not in page
+
+
+def test_a_throughput_run_of_nothing_says_so(project: Path) -> None:
+    content = {"layers": 4, "heads": 12, "rows": [], "engines": [], "not_run": ["throughput_triton_mla"]}
+    save(project, "docs/evidence/serve_throughput_h200.json", asdict(FACTS) | content)
     page = written(project)["docs/benchmarks.md"]
-    assert "2000 requests in 20 s (100 a second), 1 of them aborted by the client; 7 preemptions" in page and "\nPassed.\n" in page
+    assert "Nothing was measured.\n- Not run: throughput_triton_mla." in page
 
 
 def test_evidence_lies_where_the_scripts_write_it() -> None:

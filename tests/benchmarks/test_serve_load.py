@@ -6,22 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engines import SAYS
 
-from benchmarks import gpu_memory, serve_load
+from benchmarks import gpu_memory, load_client, serve_load
 from benchmarks.answers import Answer
 from benchmarks.gpu_memory import growth_mib
+from benchmarks.load_client import LoadResult
 from benchmarks.request_mix import LONGEST_ANSWER, LONGEST_PROMPT, SAMPLE_PROMPTS, load_requests
-from benchmarks.serve_load import LoadResult, evidence_of, loaded, parse_arguments
+from benchmarks.serve_load import LoadRun, evidence_of, loaded, parse_arguments
 
 COUNTED = dict.fromkeys(serve_load.COUNTERS, 5.0)
+LOG = [
+    "Using AttentionBackendEnum.DENSE_MLA backend.",
+    "DENSE_MLA backend: kernel K, KV cache bfloat16, partial dtype bf16 (X), workspace 8 bytes",
+    "Capturing CUDA graphs (FULL): 100%",
+]
 FLAT = [(float(second), 1000) for second in range(8)]
 
 # Completions as vLLM answers them; `fault` makes it misbehave once it is under load, which it knows by the number of requests.
-FAKE_SERVER = """
-import json, signal, sys, threading
+FAKE_SERVER = (
+    SAYS
+    + """
+import json, signal, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 port, fault = int(sys.argv[1]), sys.argv[2]
-print("Using AttentionBackendEnum.DENSE_MLA backend.", flush=True)
+says("DENSE_MLA")
 lock, served, broken = threading.Lock(), 0, False
 class Handler(BaseHTTPRequestHandler):
     def reply(self, status, content, kind="application/json"):
@@ -43,8 +52,14 @@ class Handler(BaseHTTPRequestHandler):
             broken = broken or first
         if body.get("stream"):
             return self.reply(200, b"data: {}\\n\\n" * 3)
+        if fault == "hang" and broken:
+            return time.sleep(60)
+        if fault == "dead" and first:
+            os._exit(1)
+        if fault == "compiles" and first:
+            print("WARNING Triton kernel JIT compilation during inference: _merge. This causes a latency spike", flush=True)
         if fault == "error" and first:
-            print("ERROR: x ERROR y", flush=True)
+            print("(EngineCore pid=1) ERROR x", flush=True)
             return self.reply(500, {"error": "EngineDeadError"})
         tokens = [5 + len(body["prompt"][0]) % 3] * body["max_tokens"]
         logprob = -0.9 if fault == "drift" and loaded else -0.25
@@ -57,14 +72,15 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 Server(("127.0.0.1", port), Handler).serve_forever()
 """
+)
 
 
-def run(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def run(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float = 60, saved: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     monkeypatch.setattr(gpu_memory, "INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(gpu_memory, "used_mib", lambda: 1000)
     monkeypatch.setattr(serve_load, "server_command", lambda args, checkpoint, port: [sys.executable, "-c", FAKE_SERVER, str(port), fault])
     args = parse_arguments(["--requests", "240", "--clients", "16", "--json", str(folder / "a.json")])
-    return loaded(args, folder, folder / "a.log", time.monotonic() + 60)
+    return loaded(args, folder, folder / "a.log", time.monotonic() + seconds, ([] if saved is None else saved).append)
 
 
 def test_a_load_that_keeps_every_promise_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +99,7 @@ def test_a_load_that_keeps_every_promise_passes(tmp_path: Path, monkeypatch: pyt
         ("nan", "1 of 240 requests failed"),
         ("drift", "an answer under load differs from the quiet one"),
         ("calm", "no preemption: the load did not test it"),
+        ("compiles", "compiled while serving: Triton kernel JIT compilation: _merge"),
     ],
 )
 def test_a_broken_promise_fails(fault: str, unmet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,16 +108,43 @@ def test_a_broken_promise_fails(fault: str, unmet: str, tmp_path: Path, monkeypa
     assert any(unmet in line for line in content["unmet"]), content["unmet"]
 
 
+@pytest.mark.parametrize(("fault", "seconds"), [("dead", 60), ("hang", 8)])
+def test_a_server_that_dies_or_hangs_leaves_what_came_before(fault: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run(fault, tmp_path, monkeypatch, seconds)
+    assert content["unmet"][0].startswith("not finished: ") and not content["passed"]
+    assert content["completed"] > 20 and content["errors"] and content["seconds"] > 0 and content["gpu_memory_mib"]
+    assert any("requests failed" in line for line in content["unmet"])
+
+
+def test_the_evidence_is_written_while_the_load_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_client, "SAVED_EVERY_S", 0.01)
+    saved: list[dict[str, Any]] = []
+    run("none", tmp_path, monkeypatch, saved=saved)
+    assert len(saved) > 3 and saved[0]["unmet"][0] == "not finished: the server has not started yet"
+    assert saved[1]["unmet"][0] == "not finished: the load" and [content["passed"] for content in saved] == [False] * (len(saved) - 1) + [True]
+    done = [content["completed"] for content in saved]
+    assert done == sorted(done) and 0 < done[-2] <= done[-1]
+
+
+def test_only_errors_from_the_healthy_server_to_its_shutdown_count() -> None:
+    lines = [*LOG, "ERROR while it starts", "ERROR at the first request", "ERROR at the last", "ERROR at its shutdown"]
+    unmet = evidence_of(LoadRun(1, log=lines, served_lines=(4, 6)), "bf16", 1)
+    assert unmet["log_errors"] == lines[4:6]
+
+
 def test_a_server_that_does_not_start_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_load, "server_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
     content = loaded(parse_arguments([]), tmp_path, tmp_path / "a.log", time.monotonic() + 30)
-    assert not content["passed"] and "ended with status 3" in content["unmet"][0]
+    assert not content["passed"] and "the server has not started yet: RuntimeError: the server ended with status 3" in content["unmet"][0]
 
 
-def judged(memory: Any = FLAT, counted: Any = COUNTED, **changes: Any) -> list[str]:
-    answer = Answer(1, (5,), (-0.2,), (9,), (-2.0,))
-    result = LoadResult(**{"completed": 9, "aborted": 1, "seconds": 1.0, "latencies": [1.0] * 9, "sampled": [(0, answer)]} | changes)
-    unmet: list[str] = evidence_of(10, result, counted, memory, [answer], [answer])["unmet"]
+ANSWER = Answer(1, (5,), (-0.2,), ((9,),), ((-2.0,),))
+
+
+def judged(memory: Any = FLAT, counted: Any = COUNTED, log: Any = LOG, exit_status: int = 0, again: Any = (ANSWER,), **changes: Any) -> list[str]:
+    result = LoadResult(**{"completed": 9, "aborted": 1, "seconds": 1.0, "latencies": [1.0] * 9, "sampled": [(0, ANSWER)]} | changes)
+    load = LoadRun(10, result, memory, [ANSWER], again, counted, log, exit_status=exit_status, unfinished=None)
+    unmet: list[str] = evidence_of(load, "bf16", 100)["unmet"]
     return unmet
 
 
@@ -112,17 +156,18 @@ def test_what_has_to_be_met() -> None:
     assert judged(aborted=0, completed=10) == ["no aborted request: the load did not test it"]
     assert judged(sampled=[]) == ["no answer of the sample: the load did not test it"]
     assert judged(counted=COUNTED | {"vllm:prefix_cache_hits": 0.0}) == ["no prefix-cache hit: the load did not test it"]
+    spared = ["no token that an aborted request was spared: the load did not test it"]
+    assert judged(counted=COUNTED | {"vllm:generation_tokens": 100.0}) == spared
+    assert judged(again=()) == ["no quiet answer after the load: the load did not test it"]
+    assert judged(log=LOG[1:]) == ["the log does not say that DENSE_MLA was used"]
+    assert judged(log=[*LOG, "ERROR x"]) == ["the log holds 1 error lines"]
+    assert judged(exit_status=-15) == [] and judged(exit_status=-9) == ["the server shut down with status -9"]
 
 
 def test_memory_growth_is_what_comes_after_the_first_quarter() -> None:
     assert growth_mib([(0, 10), (1, 50), (2, 40), (3, 50), (4, 55), (5, 45), (6, 50), (7, 50)]) == 5
     assert growth_mib([(0, 10), (1, 50), (2, 40)]) is None
     assert growth_mib([(0, 50), (1, 40), (2, 40), (3, 40)]) == 0
-
-
-def test_error_lines() -> None:
-    lines = ["INFO fine", "(EngineCore pid=1) ERROR 12-01 [core.py] dead", "Traceback (most recent call last):", "no errors here"]
-    assert serve_load.error_lines(lines) == lines[1:3]
 
 
 def test_the_load_is_mixed_and_the_same_every_time() -> None:
@@ -147,7 +192,7 @@ def test_vllm_takes_the_servers_arguments(monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch.setattr(current_platform, "device_type", "cuda")
     command = serve_load.server_command(parse_arguments([]), tmp_path, 8123)
     parsed: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(command[command.index("serve") + 1 :])
-    assert (parsed.jit_monitor_mode, parsed.num_gpu_blocks_override, parsed.block_size, parsed.max_num_seqs) == ("error", 500, 64, 64)
+    assert (parsed.jit_monitor_mode, parsed.num_gpu_blocks_override, parsed.block_size, parsed.max_num_seqs) == ("warn", 500, 64, 64)
     assert parsed.enable_prefix_caching is True and parsed.attention_backend == "DENSE_MLA"
 
 

@@ -10,31 +10,40 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_engines import FACTS, SAYS
 
-from benchmarks import serve_throughput, throughput_engine
-from benchmarks.serve_throughput import ThroughputRun, engine_options, measured, parse_arguments, rows_of
+from benchmarks import throughput_engine
+from benchmarks.serve_throughput import ThroughputRun, earlier_engines, engine_options, evidence_of, measured, parse_arguments, rows_of
 from benchmarks.throughput_engine import prompt, step_times
 
 pytest.importorskip("vllm")
 
-# Ready after a moment, measures for a moment, and notes when.
-FAKE_ENGINE = """
-import json, os, sys, time
+# Ready after a moment, measures for a moment, and notes when. FLASHMLA ends after its first row, SLOW never, NONE says that it is TRITON_MLA.
+FAKE_ENGINE = (
+    SAYS
+    + """
+import json, sys, time
 from pathlib import Path
 result, spans, backend, seconds = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])
-print(f"Using AttentionBackendEnum.{backend} backend.")
+says("TRITON_MLA" if backend == "NONE" else backend)
 time.sleep(seconds)
 result.with_suffix(".ready").touch()
 while not result.with_suffix(".go").exists():
     time.sleep(0.01)
 begin = time.time()
 time.sleep(0.2)
+rows = [
+    {"batch": batch, "context": 1024, "runs": [{"tokens_per_s": n * batch, "step_ms_samples": [1.0]} for n in (5.0, 9.0, 7.0)]} for batch in (1, 8)
+]
+result.write_text(json.dumps({"measurements": rows[:1]}))
 if backend == "FLASHMLA":
     sys.exit("no such kernel")
-result.write_text(json.dumps([{"batch": 8, "context": 1024, "runs": [{"tokens_per_s": n, "step_ms_samples": [1.0]} for n in (5.0, 9.0, 7.0)]}]))
+time.sleep(60 if backend == "SLOW" else 0.2)
+result.write_text(json.dumps({"measurements": rows}))
 with spans.open("a") as file:
     file.write(json.dumps([begin, time.time(), os.environ.get("VLLM_K3_DENSE_MLA_PARTIAL_DTYPE")]) + "\\n")
 """
+)
 
 
 class FakeEngine:
@@ -83,7 +92,7 @@ def test_a_run_that_never_decodes_its_whole_batch_is_an_error(monkeypatch: pytes
 
 def test_every_batch_and_context_has_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(monkeypatch)
-    rows = throughput_engine.measure(engine, {"batches": [1, 4], "contexts": [10, 30], "runs": 3, "tokens": 16})
+    rows = list(throughput_engine.measure(engine, {"batches": [1, 4], "contexts": [10, 30], "runs": 3, "tokens": 16}))
     assert [(row["batch"], row["context"], len(row["runs"])) for row in rows] == [(1, 10, 3), (4, 10, 3), (1, 30, 3), (4, 30, 3)]
     assert [run["tokens_per_s"] for run in rows[1]["runs"]] == [1000.0] * 3  # 4 tokens in 4 ms
     assert len(rows[1]["runs"][0]["step_ms_samples"]) == 11
@@ -108,22 +117,52 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return spans
 
 
+def arguments_of(backends: str, folder: Path) -> Any:
+    shapes = ["--together", "4", "--layers", "1", "--contexts", "1024", "--batches", "1,8"]
+    return parse_arguments(["--backends", backends, *shapes, "--json", str(folder / "out" / "a.json")])
+
+
 def test_engines_start_together_and_are_measured_one_at_a_time(fake_engine: Path, tmp_path: Path) -> None:
-    arguments = ["--backends", "DENSE_MLA,FLASHMLA,TRITON_MLA", "--together", "4", "--layers", "1", "--contexts", "1024"]
-    args = parse_arguments([*arguments, "--json", str(tmp_path / "out" / "a.json")])
+    args = arguments_of("DENSE_MLA,FLASHMLA,TRITON_MLA", tmp_path)
     engines = dict(measured(args.engine_runs, args, time.monotonic() + 60))
     assert list(engines) == ["throughput_dense_mla_bf16", "throughput_dense_mla_fp32", "throughput_flashmla", "throughput_triton_mla"]
-    assert "status 1" in engines["throughput_flashmla"]["error"]
+    assert [engine["error"] for engine in engines.values()] == [None, None, "the engine ended with status 1", None]
     spans = [json.loads(line) for line in fake_engine.read_text().splitlines()]
     assert [dtype for _, _, dtype in spans] == ["bf16", "fp32", None]
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
     rows = rows_of(engines)
     assert [(row["kernel"], row["partial_dtype"], row["tokens_per_s"]) for row in rows] == [
-        ("DENSE_MLA", "bf16", 7.0), ("DENSE_MLA", "fp32", 7.0), ("TRITON_MLA", None, 7.0),
+        ("DENSE_MLA", "bf16", 7.0), ("DENSE_MLA", "bf16", 56.0), ("DENSE_MLA", "fp32", 7.0), ("DENSE_MLA", "fp32", 56.0),
+        ("FLASHMLA", None, 7.0), ("TRITON_MLA", None, 7.0), ("TRITON_MLA", None, 56.0),
     ]  # fmt: skip
     path = tmp_path / "earlier.json"
-    path.write_text(json.dumps({"engines": list(engines.values())}))
-    assert serve_throughput.earlier_engines(path) == engines
+    path.write_text(json.dumps(evidence_of(FACTS, args, engines)))
+    assert earlier_engines(path) == {name: {"source": "c0ffee"} | engine for name, engine in engines.items()}
+
+
+def test_what_an_engine_has_measured_is_there_before_it_ends(fake_engine: Path, tmp_path: Path) -> None:
+    args = arguments_of("SLOW,TRITON_MLA", tmp_path)
+    found = measured(args.engine_runs, args, time.monotonic() + 3)
+    name, first = next(found)
+    content = evidence_of(FACTS, args, {name: first})
+    assert (first["error"], content["not_run"], len(content["rows"])) == ("not finished", ["throughput_triton_mla"], 1)
+    rest = list(found)
+    assert [(name, record["error"], len(record["measurements"])) for name, record in rest] == [
+        ("throughput_slow", "still running at the time limit", 1), ("throughput_triton_mla", "still running at the time limit", 0),
+    ]  # fmt: skip
+
+
+def test_a_measurement_of_another_backend_or_of_less_than_was_asked_for_is_none(fake_engine: Path, tmp_path: Path) -> None:
+    args = arguments_of("NONE", tmp_path)
+    (engine,) = dict(measured(args.engine_runs, args, time.monotonic() + 60)).values()
+    assert (engine["error"], engine["measurements"]) == ("the log does not say that NONE was used", [])
+    args.batches = [1, 8, 64]
+    args.engine_runs = [ThroughputRun("TRITON_MLA", None)]
+    (engine,) = dict(measured(args.engine_runs, args, time.monotonic() + 60)).values()
+    assert (
+        engine["error"] == "the (context, batch, runs) measured must be [(1024, 1, 3), (1024, 8, 3), (1024, 64, 3)], got [(1024, 1, 3), (1024, 8, 3)]"
+    )
+    assert len(rows_of({"x": engine})) == 2
 
 
 def test_vllm_takes_the_engine_options_and_the_cache_holds_every_prompt() -> None:

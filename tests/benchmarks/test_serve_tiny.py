@@ -1,61 +1,21 @@
-"""serve_tiny's children, comparisons and options, with small programs in place of vLLM."""
+"""serve_tiny's runs, comparisons and options, with small programs in place of vLLM."""
 
 import json
-import sys
 import time
-from dataclasses import asdict, fields, replace
+from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from fake_engines import FACTS, answers, fake_command
 from safetensors.torch import load_file
 
-from benchmarks import serve_tiny, served_run
+from benchmarks import serve_tiny
 from benchmarks.answers import Answer
-from benchmarks.engine_process import EngineProcess
-from benchmarks.evidence import RunFacts
 from benchmarks.serve_tiny import evidence_of, executed, parse_arguments, planned_runs
-from benchmarks.served_run import COMPILATIONS, RunRecord, ServedRun, execute, recorded_child, server_arguments
-from benchmarks.tiny_checkpoint import TinyCheckpoint
+from benchmarks.served_run import RunRecord, ServedRun
 from benchmarks.variants import K3_PROMPT_TOKENS, LONG_PROMPT_TOKENS, PROMPT_TOKENS, VARIANTS
-
-FACTS = RunFacts("python x", "c0ffee", False, "NVIDIA H200", "580.1", "2.11", "0.33.0", "4.8.0", "2026-12-01T00:00:00+00:00")
-
-# Answers as vLLM's completions endpoint does for a model without a tokenizer; /health only after a moment.
-FAKE_SERVER = """
-import json, os, signal, sys, time
-from http.server import BaseHTTPRequestHandler, HTTPServer
-print("Using AttentionBackendEnum.DENSE_MLA backend.", flush=True)
-print("Capturing CUDA graphs (FULL):   0%|          | 0/5", flush=True)
-print("partial dtype", os.environ["VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"], "for DENSE_MLA", flush=True)
-ready = time.monotonic() + 0.7
-class Handler(BaseHTTPRequestHandler):
-    def reply(self, status, content):
-        self.send_response(status); self.end_headers(); self.wfile.write(json.dumps(content).encode())
-    def do_GET(self):
-        self.reply(200 if time.monotonic() > ready else 503, {})
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if os.environ.get("FAKE_REFUSES"):
-            return self.reply(400, {"error": "no such thing"})
-        step = {"token_id:5": -0.25, "token_id:9": -2.0}
-        n = body["max_tokens"]
-        choice = {"token_ids": [5] * n, "logprobs": {"top_logprobs": [step] * n}}
-        self.reply(200, {"choices": [{"index": i} | choice for i, _ in enumerate(body["prompt"])]})
-    def log_message(self, *args): pass
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-FAKE_ENGINE = """
-import sys
-print("Using AttentionBackendEnum.TRITON_MLA backend.")
-open(sys.argv[1], "w").write(sys.argv[2])
-"""
-
-
-def answers(logprob: float = -0.25) -> list[Answer]:
-    return [Answer(n, (5,) * 48, (logprob,) * 48, ((9,),) * 48, ((-2.0,),) * 48) for n in PROMPT_TOKENS]
 
 
 def record(name: str, found: list[Answer], error: str | None = None) -> RunRecord:
@@ -66,63 +26,8 @@ def record(name: str, found: list[Answer], error: str | None = None) -> RunRecor
     return RunRecord(name, path, "_".join(backend).upper(), dtype, variant, answers=found, error=error)
 
 
-CONTENT = json.dumps({"answers": [asdict(answer) for answer in answers()], "counters": {}})
-
-
-@pytest.fixture
-def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(self: ServedRun, checkpoint: Path, scratch: Path, port: int, serve_arguments: list[str]) -> list[str]:
-        if self.path == "serve":
-            return [sys.executable, "-c", FAKE_SERVER, str(port)]
-        return [sys.executable, "-c", FAKE_ENGINE, str(scratch / f"{self.name}.json"), CONTENT]
-
-    monkeypatch.setattr(ServedRun, "command", command)
-
-
-def run(what: ServedRun, folder: Path, seconds: float = 30) -> RunRecord:
-    started: list[EngineProcess] = []
-    result = execute(what, folder / "checkpoint", folder, folder / "run.log", time.monotonic() + seconds, [], started.append)
-    assert started[0].exit_status() is not None, "a process was left behind"
-    return result
-
-
-def test_served_run_answers_over_http_and_shuts_down(fake_vllm: None, tmp_path: Path) -> None:
-    result = run(ServedRun("serve", "DENSE_MLA", "fp32"), tmp_path)
-    assert (result.error, result.exit_status, result.name) == (None, 0, "serve_dense_mla_fp32")
-    assert result.answers == answers()
-    assert "partial dtype fp32 for DENSE_MLA" in result.log_lines
-    assert result.command.startswith("VLLM_K3_DENSE_MLA_PARTIAL_DTYPE=fp32 python -c")
-
-
-def test_served_run_records_the_servers_refusal(fake_vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_REFUSES", "1")
-    assert "POST /v1/completions answered 400" in str(run(ServedRun("serve", "DENSE_MLA", "bf16"), tmp_path).error)
-
-
-def test_offline_run_reads_the_answers_of_its_child(fake_vllm: None, tmp_path: Path) -> None:
-    result = run(ServedRun("offline", "TRITON_MLA"), tmp_path)
-    assert result.error is None and result.answers == answers()
-
-
-def test_a_run_whose_log_names_another_backend_is_an_error(fake_vllm: None, tmp_path: Path) -> None:
-    assert "does not say that FLASHMLA was used" in str(run(ServedRun("offline", "FLASHMLA"), tmp_path).error)
-
-
-@pytest.mark.parametrize(
-    ("program", "seconds", "message"),
-    [
-        ("raise SystemExit('no plugin')", 30, "ended with status 1 before it was healthy"),
-        ("import time; time.sleep(60)", 1, "not healthy at the time limit"),
-    ],
-)
-def test_a_server_that_never_answers_is_recorded_and_ended(
-    program: str, seconds: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ServedRun, "command", lambda *_: [sys.executable, "-c", program])
-    assert message in str(run(ServedRun("serve", "DENSE_MLA", "bf16"), tmp_path, seconds).error)
-
-
-def test_runs_go_side_by_side_into_one_passing_evidence(fake_vllm: None, tmp_path: Path) -> None:
+def test_runs_go_side_by_side_into_one_passing_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServedRun, "command", fake_command)
     args = parse_arguments(["--parallel", "--json", str(tmp_path / "evidence" / "tiny.json"), "--layers", "1"])
     runs = planned_runs(["offline", "serve"], ["TRITON_MLA"], []) + planned_runs(["serve"], ["DENSE_MLA"], ["bf16", "fp32"])
     records = {result.name: result for result in executed(runs, args, time.monotonic() + 60)}
@@ -163,7 +68,65 @@ def test_evidence_is_read_back_for_a_later_part(tmp_path: Path) -> None:
     records = {name: record(name, answers()) for name in ("offline_triton_mla", "offline_dense_mla_bf16")}
     path = tmp_path / "a.json"
     path.write_text(json.dumps(evidence_of(FACTS, "deepseek", records), allow_nan=False))
-    assert serve_tiny.earlier_records(path) == records
+    earlier = serve_tiny.earlier_records(path, "deepseek", "vllm")
+    assert earlier == {name: replace(made, source="c0ffee") for name, made in records.items()}
+    again = evidence_of(replace(FACTS, commit="later"), "deepseek", earlier)
+    assert again["commit"] == "later" and {run["source"] for run in again["runs"]} == {"c0ffee"}
+    for model_shape, compilation in (("k3", "vllm"), ("deepseek", "none")):
+        with pytest.raises(ValueError, match=f"model shape {model_shape}, compilation {compilation}, got deepseek, vllm"):
+            serve_tiny.earlier_records(path, model_shape, compilation)
+
+
+def test_a_run_to_come_is_named_and_nothing_has_passed_without_it() -> None:
+    planned = planned_runs(["offline"], ["TRITON_MLA", "DENSE_MLA"], ["bf16", "fp32"])
+    records = {name: record(name, answers()) for name in ("offline_triton_mla", "offline_dense_mla_bf16")}
+    content = evidence_of(FACTS, "deepseek", records, planned=planned)
+    assert (content["passed"], content["not_run"]) == (False, ["offline_dense_mla_fp32"])
+    records["offline_dense_mla_fp32"] = record("offline_dense_mla_fp32", answers())
+    assert evidence_of(FACTS, "deepseek", records, planned=planned)["passed"]
+
+
+def test_a_stopped_call_leaves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal between two runs: the file holds the first, and the name of the second."""
+    path, seen = tmp_path / "a.json", []
+
+    def executed(runs: list[ServedRun], *_: object) -> Generator[RunRecord]:
+        seen.append(json.loads(path.read_text()))
+        yield record("offline_triton_mla", answers())
+        raise SystemExit(143)
+
+    monkeypatch.setattr(serve_tiny, "executed", executed)
+    args = parse_arguments(["--parts", "offline", "--backends", "TRITON_MLA,DENSE_MLA", "--partial-dtypes", "bf16", "--json", str(path)])
+    records: dict[str, RunRecord] = {}
+    with pytest.raises(SystemExit):
+        serve_tiny.run_and_report(args, records, lambda: evidence_of(FACTS, "deepseek", records, planned=args.runs))
+    assert seen[0]["not_run"] == ["offline_triton_mla", "offline_dense_mla_bf16"] and not seen[0]["passed"]
+    content = json.loads(path.read_text())
+    assert [run["name"] for run in content["runs"]] == ["offline_triton_mla"] and content["not_run"] == ["offline_dense_mla_bf16"]
+
+
+def test_answers_to_other_prompts_fail_the_comparison_and_not_the_script() -> None:
+    records = {"offline_triton_mla": record("offline_triton_mla", answers(prompt_tokens=[n + 1 for n in PROMPT_TOKENS]))}
+    records["offline_dense_mla_bf16"] = record("offline_dense_mla_bf16", answers())
+    (comparison,) = evidence_of(FACTS, "deepseek", records)["comparisons"]
+    assert not comparison["within_bar"] and "cannot compare" in comparison["error"]
+
+
+def test_answers_that_agree_in_no_token_are_not_within_the_bar() -> None:
+    """Though each parts at a near tie: nothing would be compared."""
+    reference = [replace(answer, other_ids=((6,),) * 48, other_logprobs=((-0.3,),) * 48) for answer in answers()]
+    ours = [replace(answer, ids=(6,) * 48, other_ids=((5,),) * 48, other_logprobs=((-0.3,),) * 48) for answer in answers()]
+    records = {"offline_triton_mla": record("offline_triton_mla", reference), "offline_dense_mla_bf16": record("offline_dense_mla_bf16", ours)}
+    content = evidence_of(FACTS, "deepseek", records)
+    assert all(prompt["within_bar"] for prompt in content["comparisons"][0]["prompts"]) and not content["passed"]
+
+
+def test_a_peer_that_does_not_start_is_no_failure_of_ours() -> None:
+    records = {name: record(name, answers()) for name in ("offline_triton_mla", "offline_dense_mla_bf16")}
+    records["offline_flashmla"] = record("offline_flashmla", [], "RuntimeError: no")
+    assert evidence_of(FACTS, "k3", records)["passed"]
+    records["offline_triton_mla"].error = "RuntimeError: the log does not say that TRITON_MLA was used"
+    assert not evidence_of(FACTS, "k3", records)["passed"]
 
 
 def test_a_peer_that_differs_from_the_reference_itself_does_not_fail_ours() -> None:
@@ -216,11 +179,6 @@ def test_answers_that_stay_the_same_without_attention_prove_nothing() -> None:
     assert [prompt["agreeing"] for prompt in content["control"]["prompts"]] == [1] * len(PROMPT_TOKENS)
 
 
-def test_a_run_that_exercised_nothing_is_an_error(fake_vllm: None, tmp_path: Path) -> None:
-    result = run(ServedRun("offline", "TRITON_MLA", None, "spec4"), tmp_path)
-    assert "vllm:spec_decode_num_drafts is 0 at the end: the run shows nothing of spec4" in str(result.error)
-
-
 def test_planned_variants() -> None:
     arguments = ["--model-shape", "k3", "--backends", "TRITON_MLA,FLASHMLA,DENSE_MLA", "--variants", "plain,no_attention,heads96,heads6"]
     args = parse_arguments(arguments)
@@ -238,12 +196,20 @@ def test_planned_variants() -> None:
     assert prefix.options["enable_prefix_caching"] and prefix.rounds == (PROMPT_TOKENS, PROMPT_TOKENS)
 
 
+def test_a_k3_model_is_served_whole_unless_asked_otherwise() -> None:
+    assert [run.name for run in parse_arguments(["--model-shape", "k3"]).runs] == [
+        "offline_triton_mla", "offline_flashmla", "offline_dense_mla_bf16", "offline_dense_mla_fp32", "offline_triton_mla_no_attention",
+        *(f"offline_dense_mla_bf16_heads{heads}" for heads in (96, 48, 24, 6)), "serve_dense_mla_bf16", "serve_dense_mla_fp32",
+    ]  # fmt: skip
+    assert parse_arguments([]).variants == ["plain"]
+
+
 def test_runs_of_other_heads_have_checkpoints_of_their_own(tmp_path: Path) -> None:
     args = parse_arguments(["--model-shape", "k3", "--variants", "plain,no_attention,heads6", "--heads", "3", "--parts", "offline"])
     folders = serve_tiny.written_checkpoints(args.runs, args, tmp_path)
     heads = {run.name: json.loads((folder / "config.json").read_text())["linear_attn_config"]["num_heads"] for run, folder in folders.items()}
     assert heads == {
-        "offline_triton_mla": 3, "offline_dense_mla_bf16": 3, "offline_dense_mla_fp32": 3,
+        "offline_triton_mla": 3, "offline_flashmla": 3, "offline_dense_mla_bf16": 3, "offline_dense_mla_fp32": 3,
         "offline_triton_mla_no_attention": 3, "offline_dense_mla_bf16_heads6": 6,
     }  # fmt: skip
     plain, without = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint_3", "checkpoint_3_no_attention"))
@@ -264,21 +230,11 @@ def test_runs_of_other_heads_have_checkpoints_of_their_own(tmp_path: Path) -> No
 def test_compilation_is_vllms_own_unless_a_start_has_to_be_quick(arguments: list[str], compilation: str, evidence: str) -> None:
     args = parse_arguments(arguments)
     assert (args.compilation, args.json.name) == (compilation, evidence)
-    assert ("FLASHMLA" in args.backends) == (evidence == "serve_tiny_h200.json")
+    assert ("FLASHMLA" in args.backends) == (evidence != "serve_variants_h200.json")
     assert {run.compilation for run in args.runs} == {compilation}
     uncompiled = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     assert all(run.options.get("compilation_config") == (uncompiled if compilation == "none" else None) for run in args.runs)
     assert evidence_of(FACTS, args.model_shape, {}, args.compilation)["compilation"] == compilation
-
-
-def test_a_run_without_full_graphs_is_an_error(fake_vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.FAKE_SERVER", FAKE_SERVER.replace("(FULL)", "(PIECEWISE)"))
-    assert "does not say that full CUDA graphs were captured" in str(run(ServedRun("serve", "DENSE_MLA", "bf16"), tmp_path).error)
-
-
-@pytest.mark.parametrize("line", ["Capturing CUDA graphs (FULL): 100%", "Capturing CUDA graphs (decode, FULL):   0%"])
-def test_both_model_runners_name_their_full_graphs(line: str) -> None:
-    assert served_run.names_full_graphs(["x", line]) and not served_run.names_full_graphs(["Capturing CUDA graphs (PIECEWISE)"])
 
 
 def test_planned_runs() -> None:
@@ -303,74 +259,3 @@ def test_bad_arguments_say_what_is_allowed(arguments: list[str], message: str, c
         parse_arguments(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_missing_plugin_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
-    with pytest.raises(ValueError, match=r"no entry point dense_mla in group vllm.general_plugins .found: none.; install the project first"):
-        served_run.check_plugin(["TRITON_MLA", "DENSE_MLA"])
-    served_run.check_plugin(["TRITON_MLA"])
-
-
-def test_vllm_takes_the_engine_options_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm")
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.common.cli_args import make_arg_parser
-    from vllm.platforms import current_platform
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    if not current_platform.device_type:  # the parser asks for the kind of device
-        monkeypatch.setattr(current_platform, "device_type", "cuda")
-
-    def parsed(compilation: str) -> Any:
-        arguments = server_arguments("DENSE_MLA", 8123, ServedRun("serve", "DENSE_MLA", compilation=compilation).options)
-        return make_arg_parser(FlexibleArgumentParser()).parse_args(["CHECKPOINT", *arguments])
-
-    own, uncompiled = parsed("vllm"), parsed("none")
-    assert (own.attention_backend, own.port, own.max_model_len, own.kv_cache_memory_bytes) == ("DENSE_MLA", 8123, 8192, 2**30)
-    assert own.skip_tokenizer_init and own.fail_on_environ_validation and own.enable_prefix_caching is False
-    assert (own.compilation_config.mode, own.compilation_config.cudagraph_mode) == (None, None)
-    mode, graphs = uncompiled.compilation_config.mode, uncompiled.compilation_config.cudagraph_mode
-    options = {name for compilation in COMPILATIONS for name in ServedRun("offline", "DENSE_MLA", compilation=compilation).options}
-    assert options <= {field.name for field in fields(EngineArgs)}
-    assert int(mode) == 0 and getattr(graphs, "name", graphs) == "FULL_DECODE_ONLY"
-
-
-def test_vllms_own_compilation_captures_full_graphs_of_our_decode_steps() -> None:
-    """The mode that vLLM starts from, and what it makes of it for a backend that takes uniform batches."""
-    pytest.importorskip("vllm")
-    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
-    from vllm.config import vllm as vllm_config
-    from vllm.v1.attention.backend import AttentionCGSupport
-
-    from vllm_dense_mla.metadata import DenseMLAMetadataBuilder
-
-    default = vllm_config.VllmConfig.__dataclass_fields__["optimization_level"].default
-    graphs = vllm_config.OPTIMIZATION_LEVEL_TO_CONFIG[default]["compilation_config"]["cudagraph_mode"]
-    config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=graphs)
-    config.set_splitting_ops_for_v1(all2all_backend="", data_parallel_size=1)
-    support = DenseMLAMetadataBuilder._cudagraph_support
-    assert support == AttentionCGSupport.UNIFORM_BATCH
-    resolved = config.resolve_cudagraph_mode_and_sizes(support, "DENSE_MLA")
-    assert resolved == CUDAGraphMode.FULL_AND_PIECEWISE and resolved.decode_mode() == CUDAGraphMode.FULL
-
-
-def test_recorded_command_names_no_place(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    command = ServedRun("offline", "TRITON_MLA").command(checkpoint, tmp_path, 1, [])
-    text = recorded_child(command, {}, checkpoint, tmp_path)
-    assert text.startswith("python kernels/benchmarks/offline_engine.py CHECKPOINT offline_triton_mla.json {")
-    assert str(tmp_path) not in text and sys.executable not in text
-
-
-def test_checkpoint_holds_what_its_config_says(tmp_path: Path) -> None:
-    TinyCheckpoint(heads=12, layers=2).write(tmp_path)
-    config, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
-    assert (config["num_attention_heads"], config["kv_lora_rank"], config["qk_rope_head_dim"]) == (12, 512, 64)
-    assert config["first_k_dense_replace"] == config["num_hidden_layers"] == 2
-    assert weights["model.layers.1.self_attn.q_proj.weight"].shape == (12 * 192, 1024)
-    assert weights["model.layers.1.self_attn.kv_b_proj.weight"].shape == (12 * 256, 512)
-    assert weights["model.layers.0.self_attn.o_proj.weight"].shape == (1024, 12 * 128)
-    assert len(weights) == 3 + 2 * 10 and {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    again = TinyCheckpoint(heads=12, layers=2).weights()
-    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())

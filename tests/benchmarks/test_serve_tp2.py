@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_serve_tiny import CONTENT, FACTS, FAKE_ENGINE, FAKE_SERVER, answers
+from fake_engines import FACTS, FAKE_SERVER, answers, fake_command
 
 from benchmarks import gpu_memory, serve_tiny, serve_tp2, served_run
-from benchmarks.answers import Answer
 from benchmarks.serve_tp2 import evidence_of, main, parse_arguments, planned_runs
 from benchmarks.served_run import RunRecord, ServedRun, server_arguments
 from benchmarks.tiny_checkpoint import TinyCheckpoint
@@ -49,9 +47,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         assert json.loads((checkpoint / "config.json").read_text())["num_attention_heads"] == 24
         if self.path == "serve":
             return [sys.executable, "-c", SERVER_WITH_METRICS, str(port)]
-        content = json.loads(CONTENT) | {"counters": {DRAFTS: 3}}
-        lines = FAKE_ENGINE.replace("TRITON_MLA", self.backend) + "print('Capturing CUDA graphs (FULL)')\n"
-        return [sys.executable, "-c", lines, str(scratch / f"{self.name}.json"), json.dumps(content)]
+        return fake_command(self, checkpoint, scratch, port, serve_arguments, {DRAFTS: 3})
 
     monkeypatch.setattr(ServedRun, "command", command)
     monkeypatch.setattr(served_run, "processes_by_gpu", lambda: {"GPU-a": [11], "GPU-b": [12]})
@@ -116,18 +112,12 @@ def test_runs_go_into_one_evidence(fake_vllm: None, tmp_path: Path, monkeypatch:
         "offline_dense_mla_bf16_spec4", "serve_dense_mla_bf16_tp2_spec4", "serve_dense_mla_bf16_dcp2", "serve_dense_mla_bf16_dcp2_spec4",
     ]  # fmt: skip
     monkeypatch.setattr("sys.argv", [*options, "spec4,tp2_spec4,dcp2,dcp2_spec4", "--reuse", str(path)])
-    lengths = [length for round_ in VARIANTS["spec4"].rounds or () for length in round_]
-    monkeypatch.setattr(f"{__name__}.CONTENT", json.dumps({"answers": [vars(like(n)) for n in lengths]}))
     assert main() == 0, capsys.readouterr().out
     content = json.loads(path.read_text())
     runs = {run["name"]: run for run in content["runs"]}
     assert runs["serve_dense_mla_bf16_tp2_spec4"]["counters"] == {DRAFTS: 7.0}
     assert runs["serve_dense_mla_bf16_dcp2"]["gpu_processes"] == {"GPU-a": [11], "GPU-b": [12]}
     assert "NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1" in runs["serve_dense_mla_bf16_dcp2"]["command"]
-
-
-def like(prompt_tokens: int) -> Answer:
-    return replace(answers()[0], prompt_tokens=prompt_tokens)
 
 
 def test_a_rank_on_both_gpus_is_an_error(fake_vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dense_mla.arch import WIDE_ROWS, build_forward, forward_class, unsupported_reason
+from dense_mla.arch import ARCHITECTURES, KERNELS, RAN_ON, WIDE_ROWS, build_forward, forward_class, ran_on, unsupported_reason
 from dense_mla.compiled import compile_kernels
 from dense_mla.problem import DecodeProblem
 
@@ -101,7 +101,7 @@ def test_other_architectures_are_refused_before_anything_compiles(capability: tu
 
 
 def test_every_architecture_has_its_kernel() -> None:
-    """Fault 79: the choice for each capability. Nothing but Hopper gets Hopper's instructions, and what has not run is not served."""
+    """Fault 79: the choice for each capability. Nothing but Hopper gets Hopper's instructions."""
     few, many = DecodeProblem(12, 64), DecodeProblem(64, 64)
     assert forward_class((9, 0), few).__name__ == "ForwardSm90" and forward_class((9, 0), many).__name__ == "ForwardSm90Wide"
     fp8 = DecodeProblem(12, 64, kv_dtype=torch.float8_e4m3fn)
@@ -110,8 +110,17 @@ def test_every_architecture_has_its_kernel() -> None:
     for capability in [(8, 0), (8, 6), (8, 7), (8, 9), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]:
         assert forward_class(capability, few).__name__ == forward_class(capability).__name__ == "ForwardSm80"
         assert forward_class(capability, fp8).__name__ == "ForwardSm80Fp8"
-        assert "has not passed its tests yet; supported: 9.0" in str(unsupported_reason(capability))
+        assert unsupported_reason(capability) is unsupported_reason((9, 0)) is None
         with pytest.raises(ValueError, match="kernel sm90 needs compute capability 9"):
             forward_class(capability, few, "sm90")
     with pytest.raises(ValueError, match="kernel must be one of sm90, sm80, got sm70"):
         forward_class((9, 0), few, "sm70")
+
+
+def test_what_ran_on_hardware_is_a_fact_of_each_kernel() -> None:
+    """Whatever the table does not name was compiled only, and no kernel can be said to have run where it does not exist."""
+    assert ran_on((9, 0)) == ran_on((9, 0), "sm80") == "NVIDIA H200"
+    assert {capability for capability in ARCHITECTURES if ran_on(capability) is not None} == {(9, 0)}
+    assert ran_on((7, 5)) is None
+    for capability, kernels in RAN_ON.items():
+        assert set(kernels) <= set(KERNELS) and all(forward_class(capability, kernel=kernel) for kernel in kernels)

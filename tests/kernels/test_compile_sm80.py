@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dense_mla.arch import ARCHITECTURES
 from dense_mla.forward_sm80 import ForwardSm80, fake_arguments
 from dense_mla.problem import ContextShard, DecodeProblem
+from dense_mla.tile_sm80 import tile_rows
 from test_compile import MachineCode, assert_no_spills, disassemble
 
 # What no architecture below Hopper has, and what this kernel uses on none: TMA, its barriers, WGMMA, tcgen05, stmatrix, register reallocation.
@@ -46,13 +48,20 @@ FORWARDS = [
     (SM86, DecodeProblem(8, 16, BF16)),
     (SM86, DecodeProblem(64, 944, FP32, return_lse=True)),
     (SM87, DecodeProblem(12, 48, BF16, batch_invariant=True)),
+    (SM87, DecodeProblem(64, 64, FP32)),
     (SM89, DecodeProblem(11, 64, FP32)),
+    (SM89, DecodeProblem(32, 48, BF16, batch_invariant=True, return_lse=True)),
     (SM90, DecodeProblem(16, 64, BF16)),
     (SM90, DecodeProblem(32, 944, FP32, return_lse=True)),
+    (SM100, DecodeProblem(16, 64, FP32)),
     (SM100, DecodeProblem(12, 64, BF16, query_len=8, kv_dtype=torch.float16)),
     (SM103, DecodeProblem(1, 64, BF16)),
+    (SM103, DecodeProblem(128, 528, BF16, query_len=4, batch_invariant=True, context=RANK_3_OF_8, return_lse=True)),
     (SM110, DecodeProblem(6, 32, BF16, return_lse=True)),
+    (SM110, DecodeProblem(8, 64, BF16, query_len=4)),
     (SM120, DecodeProblem(16, 64, BF16)),
+    (SM120, DecodeProblem(32, 1024, FP32, query_len=2, causal=False, return_lse=True)),
+    (SM121, DecodeProblem(12, 64, BF16, kv_dtype=torch.float16)),
     (SM121, DecodeProblem(8, 64, FP32, query_len=4, return_lse=True)),
 ]
 
@@ -98,8 +107,17 @@ def assert_instructions(code: MachineCode, forward: ForwardSm80, architecture: A
     assert code.sass.count("BAR.SYNC") == 5
 
 
+def test_every_architecture_compiles_both_heights_of_the_tile() -> None:
+    """Those of 16 and of 32 rows have other registers and another ring; what else a problem says goes around the list."""
+    targets = [facts.target for facts in ARCHITECTURES.values()]
+    assert {(architecture.target, tile_rows(problem.rows)) for architecture, problem in FORWARDS} == {(t, rows) for t in targets for rows in (16, 32)}
+
+
 def test_the_limits_are_the_toolkits() -> None:
     from cutlass.memory import get_smem_capacity_in_bytes
 
-    for architecture in {architecture for architecture, _ in FORWARDS}:
+    architectures = {architecture for architecture, _ in FORWARDS}
+    for architecture in architectures:
         assert architecture.shared_memory_limit == get_smem_capacity_in_bytes(architecture.target.rstrip("a"))
+    facts = {(each.target, each.shared_memory_limit, each.dependent_launch) for each in ARCHITECTURES.values()}
+    assert facts == {(each.target, each.shared_memory_limit, each.dependent_launch) for each in architectures}

@@ -12,6 +12,7 @@ from dense_mla.arch import ARCHITECTURES, build_forward
 from dense_mla.compiled import compile_kernels
 from dense_mla.forward_sm80_fp8 import ForwardSm80Fp8
 from dense_mla.problem import ContextShard, DecodeProblem
+from dense_mla.tile_sm80 import tile_rows
 from test_compile import assert_no_spills, disassemble
 from test_compile_sm80 import (
     SM80,
@@ -38,15 +39,20 @@ FORWARDS = [
     (SM86, DecodeProblem(8, 16, BF16, E4M3)),
     (SM86, DecodeProblem(64, 944, FP32, E4M3, return_lse=True)),
     (SM87, DecodeProblem(12, 48, BF16, E4M3, batch_invariant=True)),
+    (SM87, DecodeProblem(64, 64, FP32, E4M3)),
     (SM89, DecodeProblem(11, 64, FP32, E4M3)),
     (SM89, DecodeProblem(32, 64, BF16, E4M3, return_lse=True)),
     (SM90, DecodeProblem(16, 64, BF16, E4M3)),
     (SM90, DecodeProblem(32, 944, FP32, E4M3, return_lse=True)),
-    (SM100, DecodeProblem(12, 64, BF16, E4M3, query_len=8)),
+    (SM100, DecodeProblem(16, 64, FP32, E4M3)),
     (SM100, DecodeProblem(128, 528, BF16, E4M3, query_len=4, batch_invariant=True, context=RANK_3_OF_8, return_lse=True)),
     (SM103, DecodeProblem(1, 64, BF16, E4M3)),
+    (SM103, DecodeProblem(12, 64, BF16, E4M3, query_len=8)),
     (SM110, DecodeProblem(6, 32, BF16, E4M3, return_lse=True)),
+    (SM110, DecodeProblem(8, 64, BF16, E4M3, query_len=4)),
     (SM120, DecodeProblem(16, 64, BF16, E4M3)),
+    (SM120, DecodeProblem(32, 1024, FP32, E4M3, query_len=2, causal=False, return_lse=True)),
+    (SM121, DecodeProblem(12, 64, BF16, E4M3)),
     (SM121, DecodeProblem(8, 64, FP32, E4M3, query_len=4, return_lse=True)),
 ]
 
@@ -67,6 +73,11 @@ def test_forward(architecture: Architecture, problem: DecodeProblem, tmp_path: P
     assert len(products) == 2 * 2 * words
     # Denormals are numbers here: every E4M3 code is one of BF16's before it is scaled up.
     assert [instruction for instruction in products if "FTZ" in instruction] == []
+
+
+def test_every_architecture_compiles_both_heights_of_the_tile() -> None:
+    targets = [facts.target for facts in ARCHITECTURES.values()]
+    assert {(architecture.target, tile_rows(problem.rows)) for architecture, problem in FORWARDS} == {(t, rows) for t in targets for rows in (16, 32)}
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)

@@ -86,7 +86,7 @@ def test_registers_of_scores_output_and_probabilities() -> None:
             own, storer = mma_own.get_slice(thread), store.get_slice(thread)
             order = storer.retile(cute.make_tensor(0, cute.make_layout(mma_s.partition_shape_C((64, 64)))))
             registers[lane] = {
-                "rows": [int(forward.score_row(0, half, 0, thread)) for half in range(2)],
+                "rows": [int(forward.score_row(0, half, thread)) for half in range(2)],
                 "S": coordinates(mma_s.get_slice(thread).partition_C(cS)),
                 "O": coordinates(own.partition_C(cO)),
                 "A": coordinates(own.partition_A(cS)),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from dense_mla import decoder as decoder_module
 from dense_mla.compiled import CompiledKernels
 from dense_mla.decoder import DenseMLADecoder
 from dense_mla.problem import ContextShard, DecodeProblem
@@ -121,6 +123,8 @@ BAD: dict[str, tuple[str, Callable[[torch.Tensor], object], str]] = {
     "too many requests": ("seq_lens", lambda s: torch.zeros(9, dtype=s.dtype), r"seq_lens holds 9 requests, the decoder was prepared for at most 8"),
     "lens apart": ("seq_lens", lambda s: s.repeat(2)[::2], r"seq_lens must be contiguous \[requests\], got shape \(3,\), strides \(2,\)"),
     "schedule size": ("schedule", lambda s: s[:-1], r"schedule must be a buffer of empty_schedule\(\) \(2648 words\), got shape \(2647,\)"),
+    "schedule apart": ("schedule", lambda s: s.repeat(2)[::2], r"schedule must be a buffer of .*, got shape \(2648,\), strides \(2,\)"),
+    "schedule alignment": ("schedule", lambda s: shifted(s, 1), r"schedule must be a buffer of .* at an address 4 past a multiple of 16"),
     "workspace dtype": ("workspace", lambda w: w.view(torch.int8), r"workspace must be torch\.uint8, got torch\.int8"),
     "workspace size": ("workspace", lambda w: w[:-256], r"workspace must be contiguous uint8 of at least \d+ bytes for 3 requests"),
     "workspace alignment": ("workspace", lambda w: shifted(w, 16), r"aligned to 256, got shape \(\d+,\) at an address 16 past a multiple"),
@@ -175,6 +179,23 @@ def test_prepare_refuses_what_it_cannot_serve() -> None:
             DenseMLADecoder.prepare(problem, torch.device("cpu"), max_requests=max_requests)
 
 
+@pytest.mark.parametrize(
+    ("facts", "sm_count", "reason"),
+    [
+        ({}, 600, r"num_ranges must be at most 512, got 600 \(600 SMs over 1 row tiles\)"),
+        ({"num_heads": 128, "batch_invariant": True}, 132, r"a batch-invariant batch of 128 rows a request must have at most 1023 requests .*"),
+    ],
+)
+def test_what_the_kernels_have_no_room_for_is_refused_before_anything_compiles(
+    facts: dict[str, Any], sm_count: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=sm_count))
+    monkeypatch.setattr(decoder_module, "prepared_kernels", lambda *args: pytest.fail("compiled"))
+    with pytest.raises(ValueError, match=f"^{reason}$"):
+        DenseMLADecoder.prepare(replace(DecodeProblem(HEADS, PAGE_SIZE), **facts), torch.device("cuda", 0), max_requests=4096)
+
+
 @pytest.mark.parametrize(("devices", "device"), [(0, "cuda"), (0, "cuda:0"), (1, "cuda:1"), (2, "cuda:7")])
 def test_prepare_refuses_a_device_that_is_not_there(devices: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose local index is beyond what its process sees."""
@@ -223,6 +244,8 @@ def test_total_lens_come_exactly_where_the_causal_rule_needs_them(decoder: Dense
         tokens.run(**arguments | rows)
     with pytest.raises(ValueError, match=r"total_lens must be contiguous \(3,\), got shape \(2,\)"):
         tokens.run(**arguments | rows, total_lens=arguments["seq_lens"][:2])
+    with pytest.raises(ValueError, match=r"total_lens must be contiguous \(3,\), got shape \(3,\), strides \(2,\)"):
+        tokens.run(**arguments | rows, total_lens=arguments["seq_lens"].repeat(2)[::2])
     with pytest.raises(ValueError, match=r"q must be \(6, 12, 576\), got \(3, 12, 576\)"):
         tokens.run(**arguments | rows | {"q": arguments["q"]}, total_lens=arguments["seq_lens"])
     assert launches == []
@@ -230,11 +253,11 @@ def test_total_lens_come_exactly_where_the_causal_rule_needs_them(decoder: Dense
     assert launches == ["forward", "merge"]
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.07, float("nan")])
-def test_a_scale_that_would_turn_the_order_of_the_scores_is_refused(
+@pytest.mark.parametrize("scale", [0.0, -0.07, float("nan"), float("inf")])
+def test_a_scale_that_would_turn_the_order_of_the_scores_or_leave_none_is_refused(
     scale: float, decoder: DenseMLADecoder, arguments: Arguments, launches: list[str]
 ) -> None:
-    with pytest.raises(ValueError, match="scale must be positive, got"):
+    with pytest.raises(ValueError, match=f"^scale must be positive and finite, got {scale}$"):
         decoder.run(**arguments | {"scale": scale})
     assert launches == []
 

@@ -191,3 +191,24 @@ def test_limits() -> None:
     step.check()
     with pytest.raises(ValueError, match="max_requests must be from 1 to 4096, got 4097"):
         DenseMLADecoder.prepare(step.decoder.problem, DEVICE, max_requests=4097)
+
+
+def test_decoders_share_a_workspace_on_one_stream() -> None:
+    """Two problems in turn, back to back on a stream of their own: whoever starts early leaves the partials alone until the kernel before it ends."""
+    steps = [Step.of(cases.gaussian([40_000, 3, 7000], DEVICE, heads=heads), torch.float32) for heads in (12, 96)]
+    assert steps[0].workspace.numel() < steps[1].workspace.numel()
+    steps[0].workspace = steps[1].workspace
+    outs = [[torch.full_like(step.result, math.nan) for _ in range(50)] for step in steps]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for step in steps:
+            step.plan()
+        for pair in zip(*outs, strict=True):
+            for step, out in zip(steps, pair, strict=True):
+                step.run(out=out)
+        for step in steps:
+            step.run()
+    for step, repeats in zip(steps, outs, strict=True):
+        step.check()
+        assert all(torch.equal(out, step.result) for out in repeats)

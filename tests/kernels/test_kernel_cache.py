@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -187,7 +185,26 @@ def test_an_entry_of_another_key_or_that_others_may_write_to_is_not_loaded(
     other = "cd" * 32
     entry(cache).rename(cache.folder / f"Kernel-{other}.o")
     assert not cache.fetch("Kernel", other, lambda: schedule)[1]
-    assert len(caplog.messages) == 2 and f"dense_mla_{other}" in caplog.messages[-1] and "\n" not in caplog.messages[-1]
+    assert len(caplog.messages) == 2 and f"dense_mla_{other}" in caplog.messages[-1]
+    assert not {"\n", "\x1b"} & set(caplog.messages[-1]), "the DSL's own messages have several lines, in colours"
+
+
+def test_an_entry_that_is_deleted_before_it_is_loaded_is_none(
+    cache: KernelCache, schedule: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By another process, which had one too many: that is no damage, and nothing to say."""
+    fetch(cache, schedule)
+    look = kernel_cache._damage
+
+    def look_then_deleted(path: Path) -> str | None:
+        found = look(path)
+        path.unlink()
+        return found
+
+    monkeypatch.setattr(kernel_cache, "_damage", look_then_deleted)
+    assert cache._load("Kernel", KEY, report_damage=True) is None and not entry(cache).exists()
+    fetch(cache, schedule)
+    assert caplog.messages == []
 
 
 def test_an_error_of_the_compiler_is_the_caller_s(cache: KernelCache) -> None:
@@ -269,67 +286,6 @@ def test_without_a_key_kernels_are_compiled_and_not_kept(tmp_path: Path, monkeyp
 def test_a_folder_that_is_not_there_is_empty(tmp_path: Path) -> None:
     contents = cache_contents(tmp_path / "nowhere")
     assert (contents.entries, contents.bytes, contents.refusal) == (0, 0, None) and not (tmp_path / "nowhere").exists()
-
-
-# Processes: a server that has imported everything and is forked, so that eight cost no eight imports.
-
-
-@pytest.fixture(scope="module")
-def forks() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cutlass.cute", "dense_mla.schedule_kernel", "dense_mla.merge", "dense_mla.forward_sm90", "test_kernel_cache"])
-    return context
-
-
-class KilledWhileWriting:
-    """A compiled kernel whose process dies when half of its object is written."""
-
-    def export_to_c(self, path: str, **options: Any) -> None:
-        Path(path).write_bytes(b"\x7fELF half")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def be_killed(folder: Path) -> None:
-    KernelCache(folder).fetch("Kernel", KEY, KilledWhileWriting)
-
-
-def test_a_killed_process_leaves_no_entry_and_no_lock(forks: Any, cache: KernelCache, schedule: Any) -> None:
-    process = forks.Process(target=be_killed, args=(cache.folder,))
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
-    assert {path.suffix for path in cache.folder.iterdir()} == {".tmp", ".lock"}
-    start = time.monotonic()
-    assert fetch(cache, schedule)[1] == 1 and time.monotonic() - start < kernel_cache.LOCK_SECONDS / 4
-    assert fetch(cache, schedule)[1] == 0
-
-
-def test_a_process_that_hangs_does_not_stop_the_others(
-    cache: KernelCache, schedule: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(kernel_cache, "LOCK_SECONDS", 0.2)
-    with cache._locked("Kernel", KEY) as held:
-        assert held and fetch(cache, schedule) == (schedule, 1)
-    (said,) = caplog.messages
-    assert "waited 0 s for the process that compiles Kernel" in said and not entry(cache).exists()
-    assert fetch(cache, schedule)[1] == 1 and entry(cache).exists()
-
-
-def test_whoever_waits_on_a_deleted_lock_takes_the_new_one(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between opening a lock and getting it, its holder may have deleted it, and a third process made another."""
-    real, opened = os.open, []
-
-    def open_then_deleted(path: Any, *rest: Any) -> int:
-        descriptor = real(path, *rest)
-        opened.append(descriptor)
-        if len(opened) == 1:
-            Path(path).unlink()
-        return descriptor
-
-    monkeypatch.setattr(os, "open", open_then_deleted)
-    with cache._locked("Kernel", KEY) as held:
-        assert held and len(opened) == 2 and (cache.folder / f"{KEY}.lock").exists()
-    assert list(cache.folder.iterdir()) == []
 
 
 VLLM_LOGGING = "from vllm.config import LoggingConfig; from vllm.logger import configure_logging; configure_logging(LoggingConfig()); "

@@ -1,7 +1,9 @@
 """Preparing with the cache: what is loaded is what was compiled, by one process for all, and kernels are shared where they are the same."""
 
 import multiprocessing
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,15 @@ import pytest
 import torch
 
 import test_kernel_cache
-from dense_mla import compiled
+import test_shared_cache
+from dense_mla import arch, compiled
 from dense_mla.compiled import prepared_kernels
 from dense_mla.kernel_cache import KernelCache
 from dense_mla.problem import DecodeProblem
 from test_kernel_cache import DEVICE, PROBLEM, fetch, fresh_process
 
 PROCESSES = 8
-cache, forks, hopper = test_kernel_cache.cache, test_kernel_cache.forks, test_kernel_cache.hopper  # fixtures
+cache, forks, hopper = test_kernel_cache.cache, test_shared_cache.forks, test_kernel_cache.hopper  # fixtures
 
 
 @pytest.fixture
@@ -54,6 +57,25 @@ def test_a_hit_compiles_nothing(filled: Path, no_compiler: Callable[[], None]) -
     assert all(map(callable, (kernels.schedule, kernels.forward, kernels.merge))) and kernels.row_tiles == 1
     assert prepared_kernels(PROBLEM, DEVICE, cache_dir=filled) is kernels and compiled.preparation().loaded == 3
     assert sorted(path.name.partition("-")[0] for path in filled.iterdir()) == ["ForwardSm90", "Merge", "ScheduleKernel"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        ((12, 0), r"shared memory of a CTA must be at least \d+ bytes for 16 query rows, got 65536"),
+        ((7, 5), r"compute capability 7\.5 is not supported: there is no kernel for it; supported: 8\.0, .*, 12\.1"),
+    ],
+)
+@pytest.mark.parametrize("kernel", [None, "sm80"])
+def test_what_a_gpu_cannot_run_is_refused_before_anything_compiles(
+    capability: tuple[int, int], reason: str, kernel: str | None, no_compiler: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel, or none that fits its shared memory: a smaller one than any GPU of the list has."""
+    no_compiler()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setitem(arch.ARCHITECTURES, (12, 0), replace(arch.ARCHITECTURES[12, 0], shared_memory_limit=65_536))
+    with pytest.raises(ValueError, match=f"^{reason}$"):
+        prepared_kernels(DecodeProblem(16, 64), DEVICE, kernel)
 
 
 def test_a_loaded_kernel_checks_its_arguments_as_the_compiled_one(cache: KernelCache) -> None:
@@ -102,6 +124,27 @@ def test_kernels_that_a_problem_shares_are_compiled_and_loaded_once(filled: Path
     names = [each.partition(" ")[0] for each in fetched]
     assert (names.count("ScheduleKernel"), names.count("Merge"), len(names), len(set(fetched))) == (1, 3, 8, 8)
     assert len({each.schedule for each in kernels}) == 1 and len({each.merge for each in kernels}) == 3 and kernels[3].merge == kernels[2].merge
+
+
+def test_threads_that_prepare_at_once_compile_one_after_the_other_and_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's state is global: two threads in it abort the process."""
+    inside, compiled_names, together = 0, [], []
+
+    def compile_slowly(source: compiled.KernelSource, options: str) -> str:
+        nonlocal inside
+        inside += 1
+        together.append(inside)
+        time.sleep(0.02)
+        inside -= 1
+        compiled_names.append(source.name)
+        return source.name
+
+    monkeypatch.setattr(compiled.KernelSource, "compile", compile_slowly)
+    problems = [PROBLEM, replace(PROBLEM, query_len=2)] * 4
+    with ThreadPoolExecutor(len(problems)) as threads:
+        found = list(threads.map(lambda problem: prepared_kernels(problem, DEVICE), problems))
+    assert all(kernels is found[place % 2] for place, kernels in enumerate(found)) and found[0] is not found[1]
+    assert set(together) == {1} and sorted(compiled_names) == ["ForwardSm90"] * 2 + ["Merge"] * 2 + ["ScheduleKernel"]
 
 
 def test_another_device_has_its_own(filled: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dense_mla import DecodeProblem
-from dense_mla.problem import MAX_TILE_ROWS
+from dense_mla.problem import MAX_RANGES, MAX_TILE_ROWS
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,12 @@ def test_the_grid_never_exceeds_the_sms() -> None:
     assert DecodeProblem(128, 64).num_ranges(1) == 1
 
 
+def test_more_ranges_than_the_merge_has_room_for_are_refused() -> None:
+    assert DecodeProblem(12, 64).num_ranges(MAX_RANGES) == DecodeProblem(128, 64).num_ranges(2 * MAX_RANGES + 1) == MAX_RANGES
+    with pytest.raises(ValueError, match=r"^num_ranges must be at most 512, got 513 \(1026 SMs over 2 row tiles\)$"):
+        DecodeProblem(128, 64).num_ranges(1026)
+
+
 def test_importing_the_package_imports_no_cutlass_no_vllm_and_starts_no_cuda() -> None:
     code = (
         "import sys, dense_mla, dense_mla.reference, torch\n"
@@ -62,10 +68,3 @@ def test_importing_the_package_imports_no_cutlass_no_vllm_and_starts_no_cuda() -
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_an_unknown_export_is_an_attribute_error() -> None:
-    import dense_mla
-
-    with pytest.raises(AttributeError, match="no attribute 'Decoder'"):
-        dense_mla.Decoder  # noqa: B018

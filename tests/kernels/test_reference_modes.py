@@ -107,6 +107,17 @@ def test_batch_invariance_is_what_makes_the_bits_a_rows_own(query_len: int) -> N
         assert same == batch_invariant
 
 
+def test_causal_tokens_on_several_ranks_need_the_lengths_of_all() -> None:
+    """As for the kernels: this rank's lengths in their place would give an answer, and a wrong one."""
+    _, (case, _) = cases.context_shards([300], 2, 1, query_len=2)
+    arguments = case.q, case.kv_cache, case.block_table, case.seq_lens
+    with pytest.raises(ValueError, match=r"^total_lens must be given for causal blocks of query tokens on several ranks, got None$"):
+        decode(case.problem(torch.float32), *arguments, scale=case.scale, num_ranges=NUM_RANGES)
+    with pytest.raises(ValueError, match=r"^total_lens must be given"):
+        attention(*arguments, case.scale, query_len=2, context=case.context)
+    attention(*arguments, case.scale, query_len=2, context=case.context, causal=False)
+
+
 @pytest.mark.parametrize("heads", [1, 3, 12, 16, 64, 96, 128])
 @pytest.mark.parametrize("query_len", [1, 2, 5, 16])
 @pytest.mark.parametrize(("kv_dtype", "most"), [(torch.bfloat16, 64), (torch.float8_e4m3fn, 32)])

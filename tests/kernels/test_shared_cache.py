@@ -1,9 +1,13 @@
-"""The folder of compiled kernels in a home that cannot be written to, or that machines share: each start works, with one line at most."""
+"""The folder of compiled kernels between processes that die or hang, in a home that cannot be written to, or that machines share: each start
+works, with one line at most."""
 
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,3 +97,62 @@ def test_the_line_of_a_start_after_an_update_is_none(
         os.utime(cache.folder / f"Kernel-{version * 32}.o", (int(version), int(version)))
         assert len(list(cache.folder.iterdir())) == kept
     assert sorted(path.name[7:9] for path in cache.folder.iterdir()) == ["02", "03"] and caplog.messages == []
+
+
+@pytest.fixture(scope="module")
+def forks() -> Any:
+    """Starts processes: a server that has imported everything and is forked, so that eight cost no eight imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cutlass.cute", "dense_mla.schedule_kernel", "dense_mla.merge", "dense_mla.forward_sm90", "test_shared_cache"])
+    return context
+
+
+class KilledWhileWriting:
+    """A compiled kernel whose process dies when half of its object is written."""
+
+    def export_to_c(self, path: str, **options: Any) -> None:
+        Path(path).write_bytes(b"\x7fELF half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_killed(folder: Path) -> None:
+    KernelCache(folder).fetch("Kernel", KEY, KilledWhileWriting)
+
+
+def test_a_killed_process_leaves_no_entry_and_no_lock(forks: Any, cache: KernelCache, schedule: Any) -> None:
+    process = forks.Process(target=be_killed, args=(cache.folder,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert {path.suffix for path in cache.folder.iterdir()} == {".tmp", ".lock"}
+    start = time.monotonic()
+    assert fetch(cache, schedule)[1] == 1 and time.monotonic() - start < kernel_cache.LOCK_SECONDS / 4
+    assert fetch(cache, schedule)[1] == 0
+
+
+def test_a_process_that_hangs_does_not_stop_the_others(
+    cache: KernelCache, schedule: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernel_cache, "LOCK_SECONDS", 0.2)
+    with cache._locked("Kernel", KEY) as held:
+        assert held and fetch(cache, schedule) == (schedule, 1)
+    (said,) = caplog.messages
+    assert "waited 0 s for the process that compiles Kernel" in said and not entry(cache).exists()
+    assert fetch(cache, schedule)[1] == 1 and entry(cache).exists()
+
+
+def test_whoever_waits_on_a_deleted_lock_takes_the_new_one(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening a lock and getting it, its holder may have deleted it, and a third process made another."""
+    real, opened = os.open, []
+
+    def open_then_deleted(path: Any, *rest: Any) -> int:
+        descriptor = real(path, *rest)
+        opened.append(descriptor)
+        if len(opened) == 1:
+            Path(path).unlink()
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_then_deleted)
+    with cache._locked("Kernel", KEY) as held:
+        assert held and len(opened) == 2 and (cache.folder / f"{KEY}.lock").exists()
+    assert list(cache.folder.iterdir()) == []

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dense_mla import DecodeProblem, workspace_size
-from dense_mla.schedule import max_slots
+from dense_mla.problem import MAX_RANGES, MAX_TILE_ROWS
+from dense_mla.schedule import MAX_REQUESTS, max_slots
 from dense_mla.workspace import ALIGNMENT, workspace_views
 
 HEADS = [1, 3, 8, 12, 64, 96, 128]
@@ -60,3 +61,15 @@ def test_a_workspace_that_32_bit_offsets_do_not_reach_is_refused() -> None:
     with pytest.raises(ValueError, match=r"of 128 rows a request must have at most 1023 requests \(max_num_seqs\), got 1024"):
         workspace_size(problem, 1024, 132)
     assert workspace_size(DecodeProblem(128, 64, query_len=16), 4096, 132).slots == 8  # four ranges, whatever the batch
+
+
+@pytest.mark.parametrize("sm_count", [1, 132, MAX_RANGES])
+def test_32_bit_offsets_reach_every_batch_that_is_cut_by_ranges(sm_count: int) -> None:
+    """The most rows and requests, in FP32, on the largest GPU: only batch invariance has a batch that is too large."""
+    most = 0
+    for heads in (1, 33, 64, 65, 96, 128):
+        for query_len in (1, 2, 7, 16):
+            for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+                problem = DecodeProblem(heads, 64, torch.float32, kv_dtype, query_len)
+                most = max(most, workspace_size(problem, MAX_REQUESTS, sm_count).out_partial_bytes // 4)
+    assert most <= 2 * MAX_RANGES * MAX_TILE_ROWS * 512 < 2**31

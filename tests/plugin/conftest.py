@@ -201,7 +201,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[ReferenceDecoder]:
         return decoders[-1]
 
     monkeypatch.setattr(metadata, "DenseMLADecoder", SimpleNamespace(prepare=prepare))
-    monkeypatch.setattr(metadata, "kernel_name", lambda decoder: "ForwardSm90 for sm_90a")
+    monkeypatch.setattr(metadata, "device_capability", lambda device: (9, 0))
     return decoders
 
 
@@ -241,7 +241,7 @@ def speculate(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
     """What the plugin logs, whatever vLLM's level, and no line remembered as said."""
-    from vllm.logger import _print_info_once
+    from vllm.logger import _print_info_once, _print_warning_once
 
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -250,18 +250,21 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
     monkeypatch.setattr(logger, "handlers", [handler])
     logger.setLevel(logging.INFO)
     _print_info_once.cache_clear()
+    _print_warning_once.cache_clear()
     yield records
     logger.setLevel(logging.NOTSET)
 
 
-def make_builder(vllm_config: Any, page_size: int = 64, kv_cache_dtype: str = "auto", dtype: torch.dtype = torch.bfloat16) -> Any:
+def make_builder(
+    vllm_config: Any, page_size: int = 64, kv_cache_dtype: str = "auto", dtype: torch.dtype = torch.bfloat16, layer: str = "layer"
+) -> Any:
     """A metadata builder, built as vLLM builds it, for a KV-cache group whose kernels see pages of `page_size`."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     from vllm_dense_mla.metadata import DenseMLAMetadataBuilder
 
     spec = MLAAttentionSpec(block_size=page_size, num_kv_heads=1, head_size=576, dtype=dtype, cache_dtype_str=kv_cache_dtype)
-    return DenseMLAMetadataBuilder(spec, ["layer"], vllm_config, torch.device("cpu"))
+    return DenseMLAMetadataBuilder(spec, [layer], vllm_config, torch.device("cpu"))
 
 
 def make_impl(vllm_config: Any, **changes: Any) -> Any:

@@ -56,3 +56,19 @@ def test_workspace_holds_every_piece(vllm_config, prepared, workspace, invariant
 def test_the_log_says_it(vllm_config, prepared, log, invariant):
     make_builder(vllm_config)
     assert log[0].getMessage().endswith("bytes, batch invariant")
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_the_log_says_where_it_ends(vllm_config, speculate, prepared, log, invariant, tokens):
+    """With speculation, which requests are decoded together is vLLM's choice of the whole step."""
+    make_builder(speculate(tokens) if tokens else vllm_config)
+    warnings = [record.getMessage() for record in log if record.levelname == "WARNING" and "speculative decoding" in record.getMessage()]
+    assert len(warnings) == (tokens > 0)
+
+
+def test_with_speculation_the_other_requests_decide_how_one_is_computed(speculate, prepared, invariant):
+    """What that warning says: a request of one token is decoded alone, and verified as prefill beside one of three."""
+    builder = make_builder(speculate(2))
+    alone = builder.build(0, step([300], query_lens=[1]))
+    beside = builder.build(0, step([90, 300], query_lens=[3, 1]))
+    assert (alone.num_decodes, alone.num_prefills, beside.num_decodes, beside.num_prefills) == (1, 0, 1, 1)

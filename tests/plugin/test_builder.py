@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
+from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +69,18 @@ def test_builders_share_no_schedule(vllm_config, prepared):
     """vLLM builds one for each micro-batch, and they are in flight at once."""
     first, second = (make_builder(vllm_config).build(0, step([10])).decode for _ in range(2))
     assert first.schedule.data_ptr() != second.schedule.data_ptr()
+
+
+def test_a_draft_model_s_layers_have_kernels_for_their_own_heads(vllm_config, prepared, log):
+    """Two models in one process, each with MLA layers: a builder sees its layers alone, and the log names the heads of both."""
+    layers = vllm_config.compilation_config.static_forward_context
+    layers["draft"] = copy(layers["layer"])
+    layers["draft"].impl = SimpleNamespace(num_heads=16)  # the layer's own number may be that of all ranks
+    target, draft = make_builder(vllm_config), make_builder(vllm_config, layer="draft")
+    assert [decoder.problem.num_heads for decoder in prepared] == [HEADS, 16]
+    assert [builder.build(0, step([10])).decode.decoder for builder in (target, draft)] == prepared
+    heads = [re.search(r"(\d+) heads per rank", line.getMessage()) for line in log]
+    assert [found[1] for found in heads if found] == [str(HEADS), "16"]
 
 
 def test_capture_step_is_bounded_by_the_model(vllm_config, prepared):
@@ -138,6 +153,19 @@ def test_a_line_says_where_kernels_come_from(vllm_config, prepared, log, monkeyp
     make_builder(vllm_config)
     assert log[1].getMessage() == f"DENSE_MLA kernels: 4 compiled, 7 loaded from the cache ({place}), 3.2 s"
     assert prepared[0].cache_dir == folder
+
+
+def test_a_gpu_of_a_kind_that_nothing_ran_on_is_a_warning(vllm_config, prepared, log, monkeypatch):
+    """The line names the kernel, and the command that tries it; once."""
+    monkeypatch.setattr(metadata, "device_capability", lambda device: (12, 0))
+    for _ in range(2):
+        make_builder(vllm_config)
+    assert [line.levelno for line in log] == [logging.INFO, logging.WARNING, logging.INFO, logging.INFO]
+    assert log[0].getMessage().startswith("DENSE_MLA backend: kernel ForwardSm80 for sm_120a, ")
+    assert log[1].getMessage() == (
+        "DENSE_MLA kernel ForwardSm80 for sm_120a was compiled and never run on a GPU of compute capability 12.0: "
+        "try it with `vllm-dense-mla check` before you rely on it"
+    )
 
 
 def test_other_ranks_are_silent(vllm_config, prepared, log, monkeypatch):

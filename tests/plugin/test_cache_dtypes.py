@@ -10,7 +10,7 @@ from conftest import HEADS, SCALE, cache_and_query, make_builder, make_impl, ste
 from test_selection import reasons
 
 from dense_mla import arch, reference
-from dense_mla.arch import ARCHITECTURES, VERIFIED
+from dense_mla.arch import ARCHITECTURES
 from vllm_dense_mla import cache_dtypes
 from vllm_dense_mla.backend import DenseMLABackend
 
@@ -137,20 +137,15 @@ def test_selection_of_an_fp8_cache_on_another_gpu(fp8, monkeypatch):
     assert reasons((12, 0)) == reasons((9, 0), kv_cache_dtype="fp8") == []
 
 
-def test_fp8_is_read_wherever_there_is_a_kernel(fp8, monkeypatch):
-    """Every GPU of the list has a kernel for E4M3: once such a GPU is served at all, an FP8 cache is as well. Until then it is refused."""
-    from vllm_dense_mla import backend
-
-    for capability in ARCHITECTURES:
-        assert (reasons(capability, kv_cache_dtype="fp8") == []) == (capability in VERIFIED)
-    monkeypatch.setattr(backend, "unsupported_reason", lambda capability: None)
-    for capability in ARCHITECTURES:
-        assert reasons(capability, kv_cache_dtype="fp8") == []
+def test_fp8_is_read_wherever_there_is_a_kernel(fp8):
+    """Every GPU of the list has a kernel for E4M3: once one model was served with such a cache, all of them take it."""
+    assert [reasons(capability, kv_cache_dtype="fp8") for capability in ARCHITECTURES] == [[]] * len(ARCHITECTURES)
 
 
 def test_kernels_without_fp8(no_fp8, vllm_config, no_workspace):
+    """A fact of its own: which GPUs are served does not change it."""
     message = "kv_cache_dtype must be auto, float16 or bfloat16, got fp8: an FP8 KV cache has not been served through vLLM with it yet"
-    assert reasons(kv_cache_dtype="fp8") == [message]
+    assert [reasons(capability, kv_cache_dtype="fp8") for capability in ARCHITECTURES] == [[message]] * len(ARCHITECTURES)
     with pytest.raises(NotImplementedError, match=f"^DENSE_MLA: {message}$"):
         make_impl(vllm_config, kv_cache_dtype="fp8")
 

@@ -99,7 +99,29 @@ def test_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         (folder / name).write_bytes(b"k" * size)
     assert line(str(folder)) == (f"kernel cache {folder} ({variable}): 2 kernels of 1,500 bytes", values | {"entries": 2, "bytes": 1500})
     folder.chmod(0o777)
-    assert line(str(folder))[0] == f"kernel cache {folder} ({variable}): not used: others may write to it (mode 777)"
+    assert line(str(folder))[0] == f"kernel cache {folder} ({variable}) is not used: others may write to it (mode 777)"
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ((), " is not used: {above} cannot be written to"),
+        (("home",), " is not used: {above}/home cannot be written to"),
+        (("home", "home/kernels"), ": 0 kernels of 0 bytes; it cannot be written: kernels that it lacks are compiled and not kept"),
+    ],
+    ids=["neither it nor its parent", "not it", "it is there"],
+)
+def test_a_kernel_folder_that_cannot_be_made_or_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: tuple[str, ...], said: str) -> None:
+    """As in a container whose file system is read-only: nothing is kept, and one that came filled is read."""
+    for name in made:
+        (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write wherever a file system lets it
+    folder = tmp_path / "home" / "kernels"
+    monkeypatch.setenv("VLLM_K3_DENSE_MLA_CACHE_DIR", str(folder))
+    load_settings.cache_clear()
+    line = check._check_settings().text.splitlines()[1]
+    assert line == f"kernel cache {folder} (VLLM_K3_DENSE_MLA_CACHE_DIR){said.format(above=tmp_path)}"
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == list(made)
 
 
 @pytest.mark.usefixtures("cpu_only")
@@ -169,12 +191,23 @@ def test_gpus_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.supported_gpu() == torch.device("cuda", 1)
 
 
+def test_a_gpu_of_a_kind_that_nothing_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs there, and the report says that it is the first to know."""
+    fake_gpus(monkeypatch, (9, 0), (12, 0))
+    found = check._check_kernels()
+    assert found.status == "ok" and "ForwardSm80 runs on GPU 1" in found.text.splitlines()
+    said = [line for line in found.text.splitlines() if line.startswith("GPU ")]
+    assert said == ["GPU 1: compiled for compute capability 12.0 and never run on such a GPU: the self-test below has to show it"]
+    assert found.values["compiled_only"] == [1] and found.values["kernels"]["1"] == "ForwardSm80 for sm_120a"
+
+
 def test_every_kernel_that_is_chosen_is_in_the_table() -> None:
     from dense_mla.arch import ARCHITECTURES, unsupported_reason
 
-    served = {capability for capabilities in check.kernel_table().values() for capability in capabilities}
+    table = check.kernel_table()
+    served = {capability for capabilities in table.values() for capability in capabilities}
     assert served == {capability for capability in ARCHITECTURES if unsupported_reason(capability) is None}
-    assert (9, 0) in check.kernel_table()["ForwardSm90"] and (9, 0) in check.kernel_table()["ForwardSm90Wide"]
+    assert (9, 0) in table["ForwardSm90"] and (9, 0) in table["ForwardSm90Wide"] and (9, 0) not in table["ForwardSm80"]
 
 
 @pytest.mark.parametrize(("read", "decode", "status"), [(4000.0, 3000.0, "ok"), (4000.0, 1900.0, "failed")])

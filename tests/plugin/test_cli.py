@@ -58,14 +58,14 @@ def test_demo_on_a_gpu_runs_the_kernels(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_an_unsupported_gpu_is_named_and_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    class A100:
-        name, major, minor, multi_processor_count = "NVIDIA A100", 8, 0, 108
+    class T4:
+        name, major, minor, multi_processor_count = "Tesla T4", 7, 5, 40
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: A100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: T4)
     device, sm_count, path = demo.pick_path()
     assert (device.type, sm_count) == ("cpu", 132)
-    assert path.startswith("CPU, the torch reference (NVIDIA A100: ") and "8.0" in path
+    assert path.startswith("CPU, the torch reference (Tesla T4: ") and "7.5" in path
 
 
 def test_demo_batches_hold_nan_wherever_no_request_may_read() -> None:

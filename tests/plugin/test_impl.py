@@ -86,6 +86,28 @@ def test_micro_batch_has_its_whole_workspace_from_its_first_step(vllm_config, pr
     assert sizes == [prepared_buckets(builder)[1].largest.total_bytes] * 2
 
 
+def test_a_drafting_model_s_lane_has_its_whole_workspace_before_the_lock(vllm_config, prepared, monkeypatch):
+    """vLLM loads and runs some draft models in a workspace of their own, beside the target's: each layer reserves where it is made."""
+    from vllm.v1.worker import workspace as module
+
+    monkeypatch.setattr(module, "_manager", None)
+    monkeypatch.setattr(impl_module, "current_sm_count", lambda: SM_COUNT)
+    module.init_workspace_manager(torch.device("cpu"), num_ubatches=1, num_lanes=2)
+    target = make_impl(vllm_config)
+    with module.use_workspace_lane(1):
+        draft = make_impl(vllm_config, num_heads=16)
+    manager, metadata = module.current_workspace_manager(), make_builder(vllm_config).build(0, step([9]))
+    sizes = [manager._workspace_size_bytes(arena) for arena in manager._current_workspaces]
+    assert sizes == [size_buckets(DecodeProblem(heads, 64), [1], MAX_NUM_SEQS, SM_COUNT).largest.total_bytes for heads in (HEADS, 16)]
+    manager.lock()
+    cache, q = cache_and_query(9, 64, 1, pair=False)
+    for lane, layer in enumerate((target, draft)):
+        with module.use_workspace_lane(lane):
+            layer.forward_mqa(q, cache, metadata, layer=None)
+    addresses = [run["workspace"].data_ptr() for run in prepared[0].runs]
+    assert addresses == [arena.data_ptr() for arena in manager._current_workspaces]
+
+
 def test_profile_run_reserves_again_without_growing(vllm_config, workspace):
     layer = make_impl(vllm_config)
     workspace.lock()

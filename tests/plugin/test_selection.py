@@ -8,12 +8,11 @@ import types
 import pytest
 import torch
 
-from dense_mla.arch import ARCHITECTURES, unsupported_reason
 from vllm_dense_mla import cache_dtypes
 from vllm_dense_mla.backend import DenseMLABackend
 
-SERVED = [capability for capability in ARCHITECTURES if unsupported_reason(capability) is None]
-REFUSED = [(7, 0), (7, 5), (9, 9), (13, 0), *(capability for capability in ARCHITECTURES if capability not in SERVED)]
+SERVED = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
+REFUSED = [(7, 0), (7, 5), (8, 8), (9, 9), (10, 1), (12, 2), (13, 0)]
 CACHES = "auto, float16, bfloat16, fp8 or fp8_e4m3" if cache_dtypes.reads_fp8() else "auto, float16 or bfloat16"
 
 
@@ -161,7 +160,12 @@ def test_other_gpus_do_not_load_cutlass(monkeypatch):
 
 @pytest.mark.parametrize(
     ("capability", "heads", "name"),
-    [((9, 0), 8, "ForwardSm90 for sm_90a"), ((9, 0), 64, "ForwardSm90Wide for sm_90a"), ((12, 0), 8, "ForwardSm80 for sm_120a")],
+    [
+        ((9, 0), 8, "ForwardSm90 for sm_90a"),
+        ((9, 0), 64, "ForwardSm90Wide for sm_90a"),
+        ((8, 0), 64, "ForwardSm80 for sm_80"),
+        ((12, 0), 8, "ForwardSm80 for sm_120a"),
+    ],
 )
 def test_kernel_name(monkeypatch, capability, heads, name):
     from dense_mla import DecodeProblem

@@ -13,6 +13,7 @@ import torch
 from model_inspection import inspect_in_process  # noqa: F401
 
 from dense_mla import unsupported_reason
+from dense_mla.arch import ran_on
 from vllm_dense_mla.cache_dtypes import reads_fp8
 from vllm_dense_mla.cli import main
 from vllm_dense_mla.deployment import describe, engine_config
@@ -93,6 +94,12 @@ def test_every_config_is_tested():
 
 
 @pytest.mark.parametrize("name", FILES)
+def test_a_file_says_at_its_top_if_this_version_refuses_it(name):
+    refused = EXPECTED[name].kv_cache_dtype == "fp8" and not reads_fp8()
+    assert ("\n# Refused by this version" in (CONFIGS / name).read_text()) == refused
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_parser_reads_it(name):
     """Fault 75: the backend is chosen by the flag, and vLLM resolves it to the plugin's."""
     from vllm.config import AttentionConfig
@@ -134,6 +141,13 @@ def test_partial_dtypes_of_the_comment(monkeypatch, name, dtype):
     assert commands == ["bf16", "fp32"]
     monkeypatch.setenv(PARTIAL_DTYPE_VARIABLE, dtype)
     assert load_settings().partial_dtype == dtype
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_gpu_that_ran_nothing_is_named_as_such(name):
+    """Such a file sends its reader to the self-test first."""
+    text = (CONFIGS / name).read_text()
+    assert ("compiled and never run" in text and "`vllm-dense-mla check`" in text) == (ran_on(EXPECTED[name].capability) is None)
 
 
 @pytest.mark.parametrize("name", FILES)
