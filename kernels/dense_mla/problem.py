@@ -41,7 +41,7 @@ class ContextShard:
             raise ValueError(f"rank must be from 0 to {self.world - 1}, got {self.rank}")
 
     def held(self, keys: int) -> int:
-        """Of the first `keys` keys of a request, how many this rank holds. `RowLimits` computes the same on the device."""
+        """Of the first `keys` keys of a request, how many this rank holds. `RequestRange.visible_keys` does the same on the device."""
         round_keys = self.world * self.interleave
         return keys // round_keys * self.interleave + min(max(keys % round_keys - self.rank * self.interleave, 0), self.interleave)
 
@@ -144,7 +144,7 @@ class DecodeProblem:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of one CTA: WGMMA's N. A multiple of 8 up to 32 rows, of 16 above, where the warpgroups share the rows out."""
+        """Rows of one CTA: WGMMA's N. A multiple of 8 up to 32 rows, of 16 above."""
         rows = self.tile_heads * self.tile_tokens
         step = 8 if rows <= 32 else 16
         return -(-rows // step) * step
