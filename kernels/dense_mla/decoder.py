@@ -22,7 +22,7 @@ class DenseMLADecoder:
     it was captured with have to live as long as the graph; the compiled kernels live as long as the process.
 
     A schedule holds for the lengths and the block table that it was computed from: from `schedule` to the last `run` of the step neither may
-    change. The first page of each CTA's range stands in it, and a length that became 0 meanwhile can make a Hopper forward wait for ever.
+    change. Where each CTA's range starts and ends stands in it, with the first page: for other lengths the answers are undefined.
     Everything else, `total_lens` and the cache's values included, is read when `run` runs.
 
     Launches that can run at the same time, on two streams say, need a schedule and a workspace each. Those that follow each other on one

@@ -100,11 +100,14 @@ class RequestWalk:
 
     @cute.jit
     def work_span(self, words: cute.Tensor, request: Int32, mSeqLens: cute.Tensor) -> tuple[Int32, Int32, Int32]:
-        """Length of a request, and its first and end tile in this range, for the consumers."""
+        """Length of a request, and its first and end tile in this range, for the consumers: the tiles that the producers load, whatever the length.
+
+        A length that changes behind the schedule breaks the contract, and the answer is wrong. But who waits for a tile that never comes, or leaves
+        one that did, hangs the GPU. The end is no less than the first tile: the consumers count on by their difference.
+        """
         seq_len = mSeqLens[request]
         begin, end = self.tile_span(words, request, mSeqLens)
-        end = end if seq_len > 0 else begin
-        return seq_len, begin, end
+        return seq_len, begin, cutlass.max(begin, end)
 
     @cute.jit
     def next_stage(self, stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int32, Int32]:
