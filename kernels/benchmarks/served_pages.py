@@ -95,7 +95,7 @@ def load_section(evidence: dict[str, Any]) -> list[str]:
 
 def served_section(evidence: dict[str, Any]) -> list[str]:
     """A line a comparison: ours and the peers' with the reference alike."""
-    compiled = {"vllm": "vLLM's own", "none": "none, full graphs of decode steps"}.get(evidence.get("compilation", ""))
+    compiled = {"vllm": "vLLM's own", "none": "none, full graphs of decode steps, Triton kernels not tuned"}.get(evidence.get("compilation", ""))
     lines = [
         *([f"Compilation: {compiled}.", ""] if compiled else []),
         "Differences of the logprobs of the tokens before the first that differs. The largest of some hundred is a matter of chance, their root mean "

@@ -21,8 +21,10 @@ from benchmarks.variants import PLAIN, PROMPT_TOKENS, Variant, prompts, variant_
 
 PARTIAL_DTYPE_VARIABLE = "VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"
 MODEL_NAME = "tiny-mla"
+VLLM_COMMAND = "vllm.entrypoints.cli.main"
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 OFFLINE_ENGINE = Path(__file__).with_name("offline_engine.py")
+UNTUNED = Path(__file__).with_name("untuned.py")
 
 # One list for both ways to start: a difference between them would be a difference between the answers. KV cache by bytes, because runs side
 # by side on one GPU would count each other's memory in a profile.
@@ -35,8 +37,8 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "gpu_memory_utilization": 0.1,
     "kv_cache_memory_bytes": 2**30,
 }
-# What vLLM does by itself, which is torch.compile with full graphs of decode steps and piecewise ones of the others; or no compilation, and full
-# graphs of decode steps alone: it starts sooner.
+# What vLLM does by itself, which is torch.compile with full graphs of decode steps and piecewise ones of the others; or no compilation, full graphs
+# of decode steps alone, and Triton kernels that are not tuned (untuned.py): it starts sooner.
 VLLMS_OWN, UNCOMPILED = "vllm", "none"
 COMPILATIONS: dict[str, dict[str, Any]] = {
     VLLMS_OWN: {},
@@ -86,9 +88,10 @@ class ServedRun:
         if self.path == "offline":
             options = self.options | {"attention_backend": self.backend}
             arguments = [str(checkpoint), str(scratch / f"{self.name}.json"), json.dumps(options), json.dumps(self.rounds)]
-            return [sys.executable, str(OFFLINE_ENGINE), *arguments]
-        serve = ["-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
-        return [sys.executable, *serve, *server_arguments(self.backend, port, self.options), *serve_arguments]
+            program = [str(UNTUNED), "benchmarks.offline_engine"] if self.compilation == UNCOMPILED else [str(OFFLINE_ENGINE)]
+            return [sys.executable, *program, *arguments]
+        program = [str(UNTUNED), VLLM_COMMAND] if self.compilation == UNCOMPILED else ["-m", VLLM_COMMAND]
+        return [sys.executable, *program, "serve", str(checkpoint), *server_arguments(self.backend, port, self.options), *serve_arguments]
 
 
 @dataclass
@@ -212,7 +215,8 @@ def answer_of(prompt_tokens: int, choice: Mapping[str, Any]) -> Answer:
 
 def recorded_child(command: list[str], environment: Mapping[str, str], checkpoint: Path, scratch: Path) -> str:
     """The child's command line as it is written down: without this machine's folders."""
-    names = {sys.executable: "python", str(OFFLINE_ENGINE): f"kernels/benchmarks/{OFFLINE_ENGINE.name}", str(checkpoint): "CHECKPOINT"}
+    scripts = {str(script): f"kernels/benchmarks/{script.name}" for script in (OFFLINE_ENGINE, UNTUNED)}
+    names = scripts | {sys.executable: "python", str(checkpoint): "CHECKPOINT"}
     words = [names.get(word, word.replace(f"{scratch}/", "")) for word in command]
     return " ".join([*(f"{name}={value}" for name, value in environment.items()), *words])
 

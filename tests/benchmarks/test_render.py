@@ -198,7 +198,7 @@ def test_serving_evidence_becomes_sections(project: Path) -> None:
     assert "| offline_dense_mla_bf16 | offline_triton_mla | 1 of 2 | - | - | 0.200 | not within the bars |" in page
     assert "- Not run: serve_dense_mla_bf16." in page
     assert "Not passed: the bar was a difference of 0.1 for every token's logprob, and of 0.02 for their root mean square." in page
-    assert "Compilation: none, full graphs of decode steps." in page
+    assert "Compilation: none, full graphs of decode steps, Triton kernels not tuned." in page
     assert "| offline_flashmla | offline_triton_mla | 1 of 1 | 40 of 48 | 0.0123 | 0.030 | not within the bars (not required) |" in page
     assert "these many stay the same: 0, 2." in page and "compared with nobody: offline_dense_mla_bf16_heads96." in page
     assert page.count(render.NOTHING) == len(render.DECODE_SECTIONS) + 4  # the load, the other served model, the other ways, and two GPUs

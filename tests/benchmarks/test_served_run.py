@@ -1,10 +1,12 @@
 """One run of serve_tiny: its child, its answers and its log, with small programs in place of vLLM."""
 
+import os
+import subprocess
 import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fake_engines
 import pytest
@@ -12,7 +14,7 @@ from fake_engines import FAKE_SERVER, answers, fake_command
 
 from benchmarks import served_run
 from benchmarks.engine_process import EngineProcess
-from benchmarks.served_run import COMPILATIONS, RunRecord, ServedRun, execute, recorded_child, server_arguments
+from benchmarks.served_run import COMPILATIONS, UNTUNED, RunRecord, ServedRun, execute, recorded_child, server_arguments
 from benchmarks.tiny_checkpoint import TinyCheckpoint
 from benchmarks.tiny_k3_checkpoint import TinyK3Checkpoint
 
@@ -178,3 +180,41 @@ def test_recorded_command_names_no_place(tmp_path: Path) -> None:
     text = recorded_child(command, {}, checkpoint, tmp_path)
     assert text.startswith("python kernels/benchmarks/offline_engine.py CHECKPOINT offline_triton_mla.json {")
     assert str(tmp_path) not in text and sys.executable not in text
+
+
+@pytest.mark.parametrize("path", ["offline", "serve"])
+def test_an_engine_without_compilation_is_not_tuned_either(path: Literal["offline", "serve"], tmp_path: Path) -> None:
+    command = ServedRun(path, "DENSE_MLA", "bf16", compilation="none").command(tmp_path, tmp_path, 1, [])
+    module = {"offline": "benchmarks.offline_engine", "serve": "vllm.entrypoints.cli.main"}[path]
+    assert recorded_child(command, {}, tmp_path, tmp_path).startswith(f"python kernels/benchmarks/untuned.py {module} ")
+
+
+def test_kernels_of_a_spawned_engine_have_one_configuration(tmp_path: Path) -> None:
+    """As vLLM starts it: a process that is spawned, of a module which knows nothing of the change."""
+    pytest.importorskip("triton")
+    (tmp_path / "engine.py").write_text(
+        """
+import multiprocessing, sys
+import triton
+
+
+def report():
+    @triton.autotune([triton.Config({}, num_warps=warps) for warps in (2, 4)], key=[])
+    @triton.jit
+    def kernel():
+        pass
+
+    print(*(config.num_warps for config in kernel.configs), *sys.argv[1:], flush=True)
+
+
+def main():
+    child = multiprocessing.get_context("spawn").Process(target=report)
+    child.start()
+    child.join()
+    report()
+"""
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    said = subprocess.run([sys.executable, str(UNTUNED), "engine", "word"], env=environment, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1] == "2 word"
+    assert [line.split()[0] for line in said.splitlines()] == ["2", "2"]
