@@ -198,7 +198,7 @@ def test_a_gpu_of_a_kind_that_nothing_ran_on(monkeypatch: pytest.MonkeyPatch) ->
     assert found.status == "ok" and "ForwardSm80 runs on GPU 1" in found.text.splitlines()
     said = [line for line in found.text.splitlines() if line.startswith("GPU ")]
     assert said == ["GPU 1: compiled for compute capability 12.0 and never run on such a GPU: the self-test below has to show it"]
-    assert found.values["compiled_only"] == [1] and found.values["kernels"]["1"] == "ForwardSm80 for sm_120a"
+    assert found.values["compiled_only"] == [1] and found.values["kernels"]["1"] == "ForwardSm80, ForwardSm80Fp8 for sm_120a"
 
 
 def test_every_kernel_that_is_chosen_is_in_the_table() -> None:
