@@ -108,10 +108,10 @@ class Agreement:
         }
 
 
-def agree(agreements: Sequence[Agreement]) -> bool:
-    """Whether answers to several prompts agree: in some token at all, each within its bar, and all of them together within LOGPROB_RMS_BAR."""
+def agree(agreements: Sequence[Agreement], rms_bar: float = LOGPROB_RMS_BAR) -> bool:
+    """Whether answers to several prompts agree: in some token at all, each within its bar, and all of them together within `rms_bar`."""
     rms = over_all(agreements)["logprob_rms"]
-    return rms is not None and rms <= LOGPROB_RMS_BAR and all(agreement.within() for agreement in agreements)
+    return rms is not None and rms <= rms_bar and all(agreement.within() for agreement in agreements)
 
 
 def over_all(agreements: Sequence[Agreement]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python kernels/benchmarks/serve_tiny.py --parallel --json docs/evidence/serve_tiny_h200.json
     python kernels/benchmarks/serve_tiny.py --model-shape k3 --parallel
-    python kernels/benchmarks/serve_tiny.py --variants spec4,spec8,prefix,invariant,fp8 --jobs 6
+    python kernels/benchmarks/serve_tiny.py --variants spec4,spec8,prefix,invariant,fp8,fp8_one_layer --jobs 6
 
 Greedy answers with full CUDA graphs to prompts from 1 to 4,000 tokens, from vLLM's offline engine and from `vllm serve` over HTTP (an engine in
 a spawned process), in both partial dtypes, with the compilation that vLLM does by itself (`--compilation`). FLASHMLA's answers stand beside: how
@@ -37,7 +37,7 @@ from benchmarks.evidence import EVIDENCE_DIR, RunFacts, collect_facts, source_te
 from benchmarks.served_run import COMPILATIONS, UNCOMPILED, VLLMS_OWN, RunRecord, ServedRun, check_plugin, execute
 from benchmarks.tiny_checkpoint import TinyCheckpoint
 from benchmarks.tiny_k3_checkpoint import TinyK3Checkpoint
-from benchmarks.variants import K3_PROMPT_TOKENS, K3_VARIANTS, NO_ATTENTION, PLAIN, PROMPT_TOKENS, VARIANTS
+from benchmarks.variants import K3_PROMPT_TOKENS, K3_VARIANTS, NO_ATTENTION, PLAIN, PROMPT_TOKENS, VARIANTS, variant_of
 
 REFERENCE, PEER = "TRITON_MLA", "FLASHMLA"
 CHECKPOINTS: dict[str, type[TinyCheckpoint]] = {"deepseek": TinyCheckpoint, "k3": TinyK3Checkpoint}
@@ -161,11 +161,12 @@ def executed(runs: Sequence[ServedRun], args: argparse.Namespace, deadline: floa
 
 
 def written_checkpoints(runs: Sequence[ServedRun], args: argparse.Namespace, scratch: Path) -> dict[ServedRun, Path]:
-    """The folder of each run's checkpoint; runs of the same heads share it."""
+    """The folder of each run's checkpoint; runs of the same heads and layers share it."""
     folders = {}
     for run in runs:
-        checkpoint = CHECKPOINTS[args.model_shape](run.variant.heads or args.heads, args.layers, attention=run.variant.attention)
-        folders[run] = scratch / f"checkpoint_{checkpoint.heads}{'' if checkpoint.attention else '_' + NO_ATTENTION}"
+        variant = run.variant
+        checkpoint = CHECKPOINTS[args.model_shape](variant.heads or args.heads, variant.layers or args.layers, attention=variant.attention)
+        folders[run] = scratch / f"checkpoint_{checkpoint.heads}x{checkpoint.layers}{'' if checkpoint.attention else '_' + NO_ATTENTION}"
         if not folders[run].exists():
             checkpoint.write(folders[run])
     return folders
@@ -247,13 +248,14 @@ def control_of(records: dict[str, RunRecord]) -> dict[str, Any] | None:
 
 def compared(record: RunRecord, other_name: str, other: RunRecord | None) -> dict[str, Any]:
     """One comparison, prompt by prompt."""
-    named = {"run": record.name, "with": other_name}
+    rms_bar = variant_of(record.variant).rms_bar
+    named = {"run": record.name, "with": other_name, "logprob_rms_bar": rms_bar}
     try:
         agreements = agreements_of(record, other)
     except ValueError as error:
         return named | {"within_bar": False, "error": str(error), "prompts": []}
     return named | {
-        "within_bar": agree(agreements),
+        "within_bar": agree(agreements, rms_bar),
         "ids_equal": all(agreement.agreeing == agreement.tokens for agreement in agreements),
         **over_all(agreements),
         "prompts": [agreement.to_json() for agreement in agreements],

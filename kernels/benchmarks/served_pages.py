@@ -101,10 +101,11 @@ def served_section(evidence: dict[str, Any]) -> list[str]:
         "Differences of the logprobs of the tokens before the first that differs. The largest of some hundred is a matter of chance, their root mean "
         "square (rms) is less so.",
         "",
-        "| run | with | prompts within the bar | tokens that agree | rms of the differences | largest difference | |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| run | with | prompts within the bar | tokens that agree | rms of the differences | its bar | largest difference | |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    lines += [_comparison_line(item) for item in evidence["comparisons"]]
+    rms_bar = evidence["bars"].get("logprob_rms")
+    lines += [_comparison_line(item, item.get("logprob_rms_bar", rms_bar)) for item in evidence["comparisons"]]
     if control := evidence.get("control"):
         agreeing = ", ".join(str(prompt["agreeing"]) for prompt in control["prompts"])
         lines += ["", f"Without attention, of {evidence['max_tokens']} tokens of each answer these many stay the same: {agreeing}."]
@@ -121,15 +122,16 @@ def served_section(evidence: dict[str, Any]) -> list[str]:
 
 def _bars(bars: dict[str, float]) -> str:
     """What the run was held to. Not every file is of a time when both bars stood."""
-    rms = f"of {bars['logprob_rms']} for their root mean square" if "logprob_rms" in bars else "none for their root mean square"
+    rms = "what the table says for their root mean square" if "logprob_rms" in bars else "none for their root mean square"
     return f"the bar was a difference of {bars['logprob_gap']} for every token's logprob, and {rms}"
 
 
-def _comparison_line(item: dict[str, Any]) -> str:
+def _comparison_line(item: dict[str, Any], rms_bar: float | None) -> str:
     prompts = item["prompts"]
     gap = max((prompt["logprob_gap"] or 0.0 for prompt in prompts), default=0.0)
     within = f"{sum(prompt['within_bar'] for prompt in prompts)} of {len(prompts)}"
     agreeing = f"{item['agreeing']} of {item['tokens']}" if "agreeing" in item else "-"
     rms = item.get("logprob_rms")
+    apart = f"{'-' if rms is None else f'{rms:.4f}'} | {rms_bar or '-'}"
     verdict = "within the bars" if item["within_bar"] else "not within the bars" if item["required"] else "not within the bars (not required)"
-    return f"| {item['run']} | {item['with']} | {within} | {agreeing} | {'-' if rms is None else f'{rms:.4f}'} | {gap:.3f} | {verdict} |"
+    return f"| {item['run']} | {item['with']} | {within} | {agreeing} | {apart} | {gap:.3f} | {verdict} |"

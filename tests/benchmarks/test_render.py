@@ -195,11 +195,11 @@ def test_serving_evidence_becomes_sections(project: Path) -> None:
     assert "| 8 | 1024 | 1234 | 100 |" in page and "- throughput_flashmla failed: TimeoutError: slow" in page
     assert "- More tokens per second than the fastest peer in 1 of 2 cases: not in 8 x 8192 (0.90)." in page
     assert "- Not run: throughput_triton_mla." in page and "- Of commit abc: throughput_x." in page
-    assert "| offline_dense_mla_bf16 | offline_triton_mla | 1 of 2 | - | - | 0.200 | not within the bars |" in page
+    assert "| offline_dense_mla_bf16 | offline_triton_mla | 1 of 2 | - | - | 0.02 | 0.200 | not within the bars |" in page
     assert "- Not run: serve_dense_mla_bf16." in page
-    assert "Not passed: the bar was a difference of 0.1 for every token's logprob, and of 0.02 for their root mean square." in page
+    assert "Not passed: the bar was a difference of 0.1 for every token's logprob, and what the table says for their root mean square." in page
     assert "Compilation: none, full graphs of decode steps, Triton kernels not tuned." in page
-    assert "| offline_flashmla | offline_triton_mla | 1 of 1 | 40 of 48 | 0.0123 | 0.030 | not within the bars (not required) |" in page
+    assert "| offline_flashmla | offline_triton_mla | 1 of 1 | 40 of 48 | 0.0123 | 0.02 | 0.030 | not within the bars (not required) |" in page
     assert "these many stay the same: 0, 2." in page and "compared with nobody: offline_dense_mla_bf16_heads96." in page
     assert page.count(render.NOTHING) == len(render.DECODE_SECTIONS) + 4  # the load, the other served model, the other ways, and two GPUs
 
@@ -215,7 +215,7 @@ def test_what_a_run_on_two_gpus_writes_can_be_rendered(project: Path) -> None:
     records = {run.name: RunRecord(run.name, run.path, run.backend, run.partial_dtype, run.variant_name, answers=[answer]) for run in runs}
     save(project, "docs/evidence/serve_tp2_h200.json", evidence_of(FACTS, records))
     page = written(project)["docs/benchmarks.md"]
-    assert "| serve_dense_mla_bf16_dcp2_spec4 | offline_dense_mla_bf16_spec4 | 1 of 1 | 1 of 1 | 0.0000 | 0.000 | within the bars |" in page
+    assert "| serve_dense_mla_bf16_dcp2_spec4 | offline_dense_mla_bf16_spec4 | 1 of 1 | 1 of 1 | 0.0000 | 0.02 | 0.000 | within the bars |" in page
     assert "- Not run: offline_dense_mla_fp32, " in page and "Not passed: " in page
 
 

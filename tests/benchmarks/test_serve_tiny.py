@@ -20,6 +20,8 @@ from benchmarks.variants import K3_PROMPT_TOKENS, LONG_PROMPT_TOKENS, PROMPT_TOK
 
 def record(name: str, found: list[Answer], error: str | None = None) -> RunRecord:
     path, *backend = name.split("_")
+    if name.endswith("_fp8_one_layer"):
+        return RunRecord(name, path, "_".join(backend[:2]).upper(), None, "fp8_one_layer", answers=found, error=error)
     variant = backend.pop() if backend[-1] in VARIANTS else "no_attention" if name.endswith("no_attention") else "plain"
     backend = backend[:-2] if variant == "no_attention" else backend
     dtype = backend.pop() if backend[-1] in ("bf16", "fp32") else None
@@ -212,7 +214,7 @@ def test_runs_of_other_heads_have_checkpoints_of_their_own(tmp_path: Path) -> No
         "offline_triton_mla": 3, "offline_flashmla": 3, "offline_dense_mla_bf16": 3, "offline_dense_mla_fp32": 3,
         "offline_triton_mla_no_attention": 3, "offline_dense_mla_bf16_heads6": 6,
     }  # fmt: skip
-    plain, without = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint_3", "checkpoint_3_no_attention"))
+    plain, without = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint_3x2", "checkpoint_3x2_no_attention"))
     different = [name for name, tensor in plain.items() if not torch.equal(tensor, without[name])]
     assert different == ["model.layers.1.self_attn.o_proj.weight"] and not without[different[0]].any()
 
@@ -259,3 +261,21 @@ def test_bad_arguments_say_what_is_allowed(arguments: list[str], message: str, c
         parse_arguments(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("variant", "within"), [("fp8", True), ("fp8_one_layer", False), ("plain", False)])
+def test_keys_of_two_e4m3_layers_may_differ_and_those_of_one_may_not(variant: str, within: bool) -> None:
+    """Between the two bars: noise of one layer is rounded to E4M3 in the next."""
+    suffix = "" if variant == "plain" else f"_{variant}"
+    names = (f"offline_triton_mla{suffix}", f"offline_dense_mla{suffix}")
+    records = {name: record(name, answers(logprob)) for name, logprob in zip(names, (-0.25, -0.275))}
+    (found,) = evidence_of(FACTS, "deepseek", records)["comparisons"]
+    assert (found["within_bar"], found["logprob_rms"]) == (within, pytest.approx(0.025))
+    assert found["logprob_rms_bar"] == (0.03 if within else 0.02)
+
+
+def test_a_variant_of_one_layer_has_a_checkpoint_of_one(tmp_path: Path) -> None:
+    args = parse_arguments(["--variants", "fp8,fp8_one_layer", "--parts", "offline", "--backends", "DENSE_MLA", "--partial-dtypes", "bf16"])
+    folders = serve_tiny.written_checkpoints(args.runs, args, tmp_path)
+    layers = {run.variant_name: json.loads((folder / "config.json").read_text())["num_hidden_layers"] for run, folder in folders.items()}
+    assert layers == {"fp8": 2, "fp8_one_layer": 1}
