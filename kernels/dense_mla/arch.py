@@ -21,25 +21,27 @@ class Architecture:
         target: what to compile for.
         shared_memory_limit: bytes that a CTA may have.
         dependent_launch: whether there is griddepcontrol.
+        converts_e4m3: whether there is an instruction from E4M3 to FP16.
     """
 
     target: str
     shared_memory_limit: int
     dependent_launch: bool
+    converts_e4m3: bool
 
 
 HOPPER = (9, 0)
 ARCHITECTURES = {
-    (8, 0): Architecture("sm_80", 166_912, False),
-    (8, 6): Architecture("sm_86", 101_376, False),
-    (8, 7): Architecture("sm_87", 166_912, False),
-    (8, 9): Architecture("sm_89", 101_376, False),
-    HOPPER: Architecture("sm_90a", 232_448, True),
-    (10, 0): Architecture("sm_100a", 232_448, True),
-    (10, 3): Architecture("sm_103a", 232_448, True),
-    (11, 0): Architecture("sm_110a", 232_448, True),
-    (12, 0): Architecture("sm_120a", 101_376, True),
-    (12, 1): Architecture("sm_121a", 101_376, True),
+    (8, 0): Architecture("sm_80", 166_912, False, False),
+    (8, 6): Architecture("sm_86", 101_376, False, False),
+    (8, 7): Architecture("sm_87", 166_912, False, False),
+    (8, 9): Architecture("sm_89", 101_376, False, True),
+    HOPPER: Architecture("sm_90a", 232_448, True, True),
+    (10, 0): Architecture("sm_100a", 232_448, True, True),
+    (10, 3): Architecture("sm_103a", 232_448, True, True),
+    (11, 0): Architecture("sm_110a", 232_448, True, True),
+    (12, 0): Architecture("sm_120a", 101_376, True, True),
+    (12, 1): Architecture("sm_121a", 101_376, True, True),
 }
 
 
@@ -128,5 +130,6 @@ def build_forward(capability: tuple[int, int], problem: DecodeProblem, kernel: s
     facts = architecture(capability)
     forward = forward_class(capability, problem, kernel)
     if (kernel or chosen_kernel(capability)) == "sm80":
-        return forward(problem, facts.shared_memory_limit, facts.dependent_launch)
+        conversion = {"converts_e4m3": facts.converts_e4m3} if problem.needs_k_scale else {}
+        return forward(problem, facts.shared_memory_limit, facts.dependent_launch, **conversion)
     return forward(problem)

@@ -3,7 +3,7 @@
 E4M3 is a sign, four bits of exponent (bias 7) and three of mantissa. Moved into BF16's fields (bias 127) they are the number times 2^-120,
 denormals included, and the product with 2^120 is exact in BF16. Only NaN (all seven bits set) becomes a number, 480, and is looked for apart.
 
-Conversion instructions are no help: there is none below SM89, and from there on it ends in FP16, two widenings and a rounding from BF16.
+For the GPUs below SM89, which have no instruction for it. From there on there is one to FP16, and the kernel multiplies in FP16.
 The functions over words take Python integers and CuTe Uint32 alike: the tests walk all codes through them.
 """
 

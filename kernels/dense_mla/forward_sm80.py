@@ -58,12 +58,18 @@ class ForwardSm80:
         ValueError: the tile does not fit the shared memory.
     """
 
+    # What P is multiplied with before it is rounded for the tensor cores.
+    weight_scale: float = 1.0
+    # Whether the queries of a request are converted in registers, and its rows have scales of their own.
+    converts_queries: bool = False
+
     def __init__(self, problem: DecodeProblem, shared_memory_limit: int, dependent_launch: bool):
         self.problem = problem
         self.range = RequestRange(problem)
         self.tile: TileSm80 = self.choose_tile(shared_memory_limit)
         self.row_tiles = row_tiles(problem.rows)
-        self.dtype = cutlass_dtype(problem.query_dtype)  # of both products
+        self.query_dtype = cutlass_dtype(problem.query_dtype)  # of Q in memory
+        self.dtype: Any = self.operand_dtype()  # of both products
         self.dependent_launch = dependent_launch
         self.mma_op = warp_ops.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
         # With one block of rows a warp's score products would be chains of nine: two sums in turn halve their latency.
@@ -77,6 +83,10 @@ class ForwardSm80:
 
     def choose_tile(self, shared_memory_limit: int) -> TileSm80:
         return choose_tile(self.problem.rows, shared_memory_limit, TileSm80)
+
+    def operand_dtype(self) -> Any:
+        """Element type of both products."""
+        return self.query_dtype
 
     def lane_here(self, lane: Any) -> Any:
         """The lane, where what is computed from it belongs: see `pins_lane`."""
@@ -188,7 +198,8 @@ class ForwardSm80:
         if cutlass.const_expr(self.problem.needs_k_scale):
             k_scale = mKScale[0]
             scale_log2 = scale_log2 * k_scale
-        rQ = cute.make_rmem_tensor((2, 4, CHUNKS, self.tile.m_tiles), self.dtype)
+        value_scale = k_scale * (1.0 / self.weight_scale) if cutlass.const_expr(self.weight_scale != 1.0) else k_scale
+        rQ = cute.make_rmem_tensor((2, 4, CHUNKS, self.tile.m_tiles), self.query_dtype)
         cursor = cute.make_rmem_tensor((CURSOR_WORDS,), Int32)
         source = (words, mKV, mTable, lens[0])
         if first_request <= last_request:
@@ -205,6 +216,9 @@ class ForwardSm80:
         shape = (self.tile.m_tiles,)
         row_max, row_sum, factor = (cute.make_rmem_tensor(shape, Float32) for _ in range(3))
         limits = cute.make_rmem_tensor(shape, Int32)
+        row_scales = scale_log2
+        if cutlass.const_expr(self.converts_queries):
+            row_scales = cute.make_rmem_tensor(shape, Float32)
         rP = cute.make_rmem_tensor((self.tile.lane_keys, self.tile.m_tiles), Float32)
         rO = cute.make_rmem_tensor((2, 2, VALUE_COLUMNS // 8, self.tile.m_tiles), Float32)  # (column parity, row half, block, m tile)
         free, before, current, buffer = Int32(self.tile.stages - 2), Int32(self.tile.stages - 1), Int32(0), Int32(0)
@@ -213,6 +227,10 @@ class ForwardSm80:
             begin_tile, end_tile = self.range.tile_span(words, request, seq_len)
             self.row_limits(limits, lens, request, seq_len, row0, lane, warp)
             pieces = self.range.num_pieces(begin_tile, end_tile, seq_len)
+            if cutlass.const_expr(self.converts_queries):
+                # Here and not where they are loaded, which is before the last values of the request before: nobody waits for them there.
+                if begin_tile < end_tile:
+                    self.convert_queries(rQ, sS, row_scales, scale_log2, warp)
             for piece in cutlass.range(pieces, unroll=1):
                 piece_end = self.range.piece_end(begin_tile, end_tile, seq_len)
                 slot = self.range.slot(words, request, begin_tile, seq_len)
@@ -224,17 +242,17 @@ class ForwardSm80:
                 if begin < end:
                     # Step 5: the first tile's scores, then in turn the scores of a tile and the values of the one before it.
                     self.load_and_score(cursor, source, sK, sS, rQ, free, current, thread, lane, warp)
-                    self.softmax(sS, rP, row_max, row_sum, factor, limits, end, begin, scale_log2, lane, warp)
+                    self.softmax(sS, rP, row_max, row_sum, factor, limits, end, begin, row_scales, lane, warp)
                     self.publish(sP, sFactor, rP, factor, buffer, lane, warp)
                     for key in cutlass.range(begin + keys, end, keys, unroll=1):
                         free, before = before, current
                         current = Int32(0) if current + 1 == self.tile.stages else current + 1
                         self.load_and_score(cursor, source, sK, sS, rQ, free, current, thread, lane, warp)
-                        self.softmax(sS, rP, row_max, row_sum, factor, limits, end, key, scale_log2, lane, warp)
+                        self.softmax(sS, rP, row_max, row_sum, factor, limits, end, key, row_scales, lane, warp)
                         self.accumulate(sK, sP, sFactor, rO, before, buffer, lane, warp)
                         buffer = buffer ^ 1
                         self.publish(sP, sFactor, rP, factor, buffer, lane, warp)
-                    self.sum_rows(row_sum, sInverse, k_scale, lane, warp)
+                    self.sum_rows(row_sum, sInverse, value_scale, lane, warp)
                     cute.arch.sync_threads()
                 if request < last_request and piece + 1 == pieces:
                     self.load_queries(mQNope, mQRope, rQ, request + 1, row0, warp)
@@ -318,7 +336,7 @@ class ForwardSm80:
         Rows past the last one repeat it: nothing of them is stored.
         """
         lane = pinned_lane_index()
-        load = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=32)
+        load = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.query_dtype, num_bits_per_copy=32)
         for m_tile in cutlass.range_constexpr(self.tile.m_tiles):
             for half in cutlass.range_constexpr(2):
                 row = cutlass.min(row0 + m_tile * 16 + half * 8 + lane // 4, self.problem.rows - 1)
@@ -408,7 +426,7 @@ class ForwardSm80:
         limits: cute.Tensor,
         end: Int32,
         tile_key: Int32,
-        scale_log2: Float32,
+        row_scales: Float32 | cute.Tensor,
         lane: Int32,
         warp: Int32,
     ) -> None:
@@ -420,8 +438,9 @@ class ForwardSm80:
             visible = cutlass.min(limits[step], end) - tile_key - lane_key
             self.read_scores(sS, rP, step, row, lane_key)
             largest = row_max[step]
+            scale = row_scales[step] if cutlass.const_expr(self.converts_queries) else row_scales
             for i in cutlass.range_constexpr(lane_keys):
-                score = rP[i, step] * scale_log2 if i < visible else -Float32.inf
+                score = rP[i, step] * scale if i < visible else -Float32.inf
                 rP[i, step] = score
             tile_max = rP[0, step]
             for i in cutlass.range_constexpr(1, lane_keys):
@@ -462,7 +481,8 @@ class ForwardSm80:
             row = self.tile.softmax_row(lane, warp, step)
             group = cute.make_rmem_tensor((lane_keys,), self.dtype)
             for i in cutlass.range_constexpr(lane_keys):
-                group[i] = rP[i, step].to(self.dtype)
+                p = rP[i, step] * self.weight_scale if cutlass.const_expr(self.weight_scale != 1.0) else rP[i, step]
+                group[i] = p.to(self.dtype)
             unit = (lane_key // UNIT) ^ self.tile.weight_swizzle(row)
             cute.autovec_copy(group, sP[None, lane_key % UNIT // lane_keys, unit, row, buffer])
             if lane % LANES_PER_ROW == 0:
@@ -517,15 +537,15 @@ class ForwardSm80:
                         rO[parity, half, block, m_tile] = rO[parity, half, block, m_tile] * value
 
     @cute.jit
-    def sum_rows(self, row_sum: cute.Tensor, sInverse: cute.Tensor, k_scale: Float32, lane: Int32, warp: Int32) -> None:
-        """Sums over a row's lanes, and k_scale / sum for all warps. A row that sees no key has sum 0: its output becomes 0, its LSE -inf."""
+    def sum_rows(self, row_sum: cute.Tensor, sInverse: cute.Tensor, value_scale: Float32, lane: Int32, warp: Int32) -> None:
+        """Sums over a row's lanes, and value_scale / sum for all warps. A row that sees no key has sum 0: its output becomes 0, its LSE -inf."""
         for step in cutlass.range_constexpr(self.tile.m_tiles):
             total = row_sum[step]
             for offset in cutlass.range_constexpr(len(ROW_LANES)):
                 total += cute.arch.shuffle_sync_bfly(total, offset=ROW_LANES[offset])
             row_sum[step] = total
             if lane % LANES_PER_ROW == 0:
-                sInverse[self.tile.softmax_row(lane, warp, step)] = Float32(0.0) if total == 0.0 else k_scale * cute.arch.rcp_approx(total)
+                sInverse[self.tile.softmax_row(lane, warp, step)] = Float32(0.0) if total == 0.0 else value_scale * cute.arch.rcp_approx(total)
 
     @cute.jit
     def store(

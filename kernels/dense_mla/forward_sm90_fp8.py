@@ -26,7 +26,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from . import fp8_convert, fp8_products, fp8_tile, softmax
 from .forward_sm90 import SHARED_MEMORY_LIMIT, mn_major, transposed
-from .fp8_output import P_SHIFT, SIDES, OutputSm90Fp8
+from .fp8_convert import P_SHIFT
+from .fp8_output import SIDES, OutputSm90Fp8
 from .fp8_tile import ARRIVALS, BOX_BYTES, GROUPS, LINE, LINES, RECORD_BYTES, RECORDS, TILE_BYTES, VALUE_GROUPS
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
 from .request_range import FIRST_REQUEST, LAST_REQUEST
@@ -40,7 +41,6 @@ ROPE = HEAD_DIM_QK - HEAD_DIM_V
 # Registers of a thread, in the loading warpgroup and in the others, by the number of consumer warpgroups: no more than 65,536 in all, of which
 # 384 or 512 threads start with 168 or 128 each.
 REGISTERS = {2: (40, 232), 3: (56, 152)}
-Q_EXPONENT = 14  # a row's largest value of Q is brought into [2^14, 2^15)
 LOWEST = -3.0e38  # the maximum of a row that has seen no key: finite, so that no difference of maxima is NaN
 
 
@@ -433,23 +433,17 @@ class ForwardSm90Fp8(OutputSm90Fp8):
                 # A row that is none may not have been loaded: the stage holds old keys there.
                 word = fp8_convert.load_word(source + row * row_bytes, box * box_bytes + column * 2)
                 words[g] = word if exists else Uint32(0)
-                top = cutlass.max(top, cutlass.max(words[g] & 0x7FFF, words[g] >> 16 & 0x7FFF))
-            # BF16 magnitudes order like the integers that they are made of. Rows of denormals: as if of the smallest exponents.
-            exponent = cutlass.max(Int32(cute.arch.warp_redux_sync(top, "max") >> 7), Q_EXPONENT + 1)
-            shrink = fp8_convert.power_of_two(254 + Q_EXPONENT - exponent)
+                top = fp8_convert.larger_magnitude(top, words[g])
+            exponent = fp8_convert.query_exponent(cute.arch.warp_redux_sync(top, "max"))
+            shrink = fp8_convert.query_shrink(exponent)
             for g in cutlass.range_constexpr(GROUPS):
                 address = target + g * (self.tile_rows * LINE) + fp8_tile.query_offset(row, lane, self.tile_rows)
                 fp8_convert.store_word(address, fp8_convert.scaled_bf16_to_f16(words[g], shrink))
             if lane == 0:
-                row_scale[row] = fp8_convert.power_of_two(exponent - Q_EXPONENT) * scale_log2
-                if cutlass.const_expr(self.rows_differ):
+                row_scale[row] = fp8_convert.query_growth(exponent) * scale_log2
+                if cutlass.const_expr(self.problem.rows_differ):
                     total = lens[1][request] if cutlass.const_expr(self.problem.needs_total_lens) else seq_len
                     row_limit[row] = self.range.visible_keys(token, seq_len, total)
-
-    @property
-    def rows_differ(self) -> bool:
-        """Whether rows of a request see different numbers of keys."""
-        return self.problem.causal and self.problem.query_len > 1
 
     @cute.jit
     def logits(self, storage: cutlass.Constexpr, rS: cute.Tensor, keys: Int32, tile: Int32, first_key: Int32, lane: Int32) -> None:
@@ -463,7 +457,7 @@ class ForwardSm90Fp8(OutputSm90Fp8):
             for parity in cutlass.range_constexpr(2):
                 row = softmax.row_of(block, parity, lane)
                 visible = cutlass.min(keys, rest)
-                if cutlass.const_expr(self.rows_differ):
+                if cutlass.const_expr(self.problem.rows_differ):
                     visible = cutlass.min(row_limit[row] - self.tiling.first_key(tile), rest)
                 for half in cutlass.range_constexpr(2):
                     # A select, not a product: the score of an unread key may be NaN.

@@ -5,11 +5,15 @@ All addresses are 32-bit shared-memory addresses. An "f16x2 word" is two FP16 va
 
 from typing import Any
 
+import cutlass
 from cutlass import Float32, Int32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 MEMORY = "~{memory}"
+Q_EXPONENT = 14  # a row's largest value of Q is brought into [2^14, 2^15)
+P_SHIFT = 15.0  # P is at most 2^15: half of FP16's largest value
+LOWEST_PAIR = 0xDF00DF00  # -448, the least E4M3 number, as two FP16 values
 
 
 def _asm(results: int, text: str, constraints: str, operands: list[Any], loc: Any, ip: Any, *, effects: bool) -> Any:
@@ -70,6 +74,12 @@ def swap_middle_bytes(word: Uint32, *, loc: Any = None, ip: Any = None) -> Uint3
 
 
 @dsl_user_op
+def numbers_only(word: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """An f16x2 word of E4M3 numbers with NaN made -448: of a number and NaN, the maximum is the number."""
+    return _asm(1, "max.f16x2 $0, $1, $2;", "=r,r,r", [Uint32(word), Uint32(LOWEST_PAIR)], loc, ip, effects=False)
+
+
+@dsl_user_op
 def power_of_two(exponent_bits: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
     """2^(exponent_bits - 127), exponent_bits from 1 to 254."""
     out = llvm.inline_asm(
@@ -87,3 +97,23 @@ def scaled_bf16_to_f16(word: Uint32, factor: Float32, *, loc: Any = None, ip: An
         "mul.rn.f32 l, l, $2; mul.rn.f32 h, h, $2; cvt.rn.f16x2.f32 $0, h, l; }"
     )
     return _asm(1, text, "=r,r,f", [Uint32(word), Float32(factor)], loc, ip, effects=False)
+
+
+def larger_magnitude(top: Uint32, word: Uint32) -> Uint32:
+    """The largest of a magnitude and those of two BF16 values, which order like the integers that they are made of."""
+    return cutlass.max(top, cutlass.max(word & 0x7FFF, word >> 16 & 0x7FFF))
+
+
+def query_exponent(top: Uint32) -> Int32:
+    """Exponent field of a row's largest magnitude. Rows of denormals: as if of the smallest exponents."""
+    return cutlass.max(Int32(top >> 7), Q_EXPONENT + 1)
+
+
+def query_shrink(exponent: Int32) -> Float32:
+    """What brings a row of that exponent into FP16."""
+    return power_of_two(254 + Q_EXPONENT - exponent)
+
+
+def query_growth(exponent: Int32) -> Float32:
+    """What its scores are then too small by."""
+    return power_of_two(exponent - Q_EXPONENT)

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from . import softmax
+from .fp8_convert import P_SHIFT
 from .fp8_tile import TILE_BYTES, VALUE_GROUPS
 from .named_barrier import NamedBarrierSm90
 from .problem import HEAD_DIM_V, DecodeProblem
@@ -21,7 +22,6 @@ from .special_register import pinned, pinned_lane_index
 SIDES = 2  # warpgroups that own columns of the output
 QUAD_BYTES = 128 * 16  # four accumulator registers of every thread of a warpgroup
 ROW_BYTES = 32 * 16  # of the output that a warp stores at once
-P_SHIFT = 15.0  # P is at most 2^15: half of FP16's largest value
 
 
 class OutputSm90Fp8(RequestWalk):

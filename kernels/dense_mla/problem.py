@@ -118,6 +118,11 @@ class DecodeProblem:
         return self.num_heads * self.query_len
 
     @property
+    def rows_differ(self) -> bool:
+        """Whether rows of a request see different numbers of keys."""
+        return self.causal and self.query_len > 1
+
+    @property
     def head_tiles(self) -> int:
         """Row tiles into which the heads of one token are cut: as few as hold them."""
         return -(-self.num_heads // self.max_tile_rows)

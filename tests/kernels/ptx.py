@@ -57,15 +57,38 @@ class Program:
         threads = re.search(r"\.reqntid (\d+), 1, 1", head)
         assert threads is not None
         registers = {kind: int(count) for kind, count in re.findall(r"\.reg \.\w+\s+(%\w+)<(\d+)>;", body)}
+        body = without_scopes(body.rsplit("}", 1)[0], registers)
         instructions: list[Instruction] = []
         labels: dict[str, int] = {}
-        for statement in re.sub(r"\.(?:reg|pragma) [^;]*;", "", body.rsplit("}", 1)[0]).replace(":\n", ":;").split(";"):
+        for statement in re.sub(r"\.(?:reg|pragma) [^;]*;", "", body).replace(":\n", ":;").split(";"):
             line = " ".join(statement.split())
             if line.endswith(":"):
                 labels[line[:-1]] = len(instructions)
             elif line:
                 instructions.append(instruction(line))
         return cls(instructions, labels, registers, parameters, int(threads[1]))
+
+
+def without_scopes(body: str, registers: dict[str, int]) -> str:
+    """The text with the registers of inner scopes as more of the kernel's, which are added to `registers`.
+
+    All scopes share them: what is written in one is read in the same one.
+    """
+    kinds = {"b16": "%rs", "b32": "%r", "f32": "%r"}
+    declared = dict.fromkeys(kinds.values(), 0) | registers
+
+    def flat(scope: re.Match[str]) -> str:
+        text, taken = scope[1], dict(declared)
+        for kind, names in re.findall(r"\.reg \.(\w+) ([^;]*);", text):
+            for local in names.split(", "):
+                bank = kinds[kind]
+                text = re.sub(rf"(?<![\w.%]){local}(?!\w)", f"{bank}{taken[bank]}", text)
+                taken[bank] += 1
+        for bank, count in taken.items():
+            registers[bank] = max(registers.get(bank, 0), count)
+        return re.sub(r"\.reg [^;]*;", "", text)
+
+    return re.sub(r"\{\s*(\.reg (?:[^{}]|\{[^{}]*\})*;)\s*\}", flat, body)
 
 
 def instruction(line: str) -> Instruction:
@@ -119,6 +142,21 @@ def float_to_bf16(values: Array) -> Array:
     """Round to nearest even."""
     bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
     return np.where(np.isnan(values), 0x7FFF, bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1)) >> np.uint64(16)).astype(np.uint16)
+
+
+def e4m3_to_float(codes: Array) -> Array:
+    """A sign, four bits of exponent and three of mantissa; the largest of each sign is NaN."""
+    exponent, mantissa = codes >> 3 & 0xF, codes & 7
+    magnitudes = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent.astype(np.float64) - 10), mantissa * 2.0**-9)
+    return np.where(codes & 0x7F == 0x7F, np.nan, np.where(codes & 0x80, -magnitudes, magnitudes)).astype(np.float32)
+
+
+def f16_to_float(bits: Array) -> Array:
+    return bits.view(np.float16).astype(np.float32)
+
+
+def float_to_f16(values: Array) -> Array:
+    return values.astype(np.float16).view(np.uint16)
 
 
 def halves(words: Array, to_float: Callable[[Array], Array]) -> Array:
@@ -191,6 +229,9 @@ def compute(registers: Registers, op: Instruction, lanes: Array) -> None:
             a, b, c = (halves(read(place, "b32"), bf16_to_float).astype(np.float64) for place in (1, 2, 3))
             rounded = float_to_bf16(a * b + c)
             return words_of(rounded[:, 0], rounded[:, 1])
+        if name == "max" and kind == "f16x2":  # of a number and NaN, the number
+            larger = float_to_f16(np.fmax(*(halves(read(place, "b32"), f16_to_float) for place in (1, 2))))
+            return words_of(larger[:, 0], larger[:, 1])
         if name in ("fma", "mad") and op.opcode[1] != "wide":
             if kind != "f32":
                 return read(1) * read(2) + read(3)
@@ -234,11 +275,14 @@ def converted(op: Instruction, read: Callable[..., Array]) -> Array:
         return words_of(float_to_bf16(read(2)), float_to_bf16(read(1)))
     if to == "bf16":
         return float_to_bf16(read(1))
+    if source == "e4m3x2":  # the lower byte is the lower half
+        codes = read(1, "b16")
+        return words_of(float_to_f16(e4m3_to_float(codes & 0xFF)), float_to_f16(e4m3_to_float(codes >> 8)))
     if to == "f16x2":
-        return words_of(*(read(place).astype(np.float16).view(np.uint16) for place in (2, 1)))
+        return words_of(float_to_f16(read(2)), float_to_f16(read(1)))
     if to == "f16":
-        return read(1).astype(np.float16).view(np.uint16)
+        return float_to_f16(read(1))
     if source in ("bf16", "f16"):
         bits = read(1, "b16")
-        return bf16_to_float(bits) if source == "bf16" else bits.view(np.float16).astype(np.float32)
+        return bf16_to_float(bits) if source == "bf16" else f16_to_float(bits)
     return read(1).astype(TYPES[to])

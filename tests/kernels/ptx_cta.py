@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ptx import WARP, Array, Fault, Instruction, Program, Registers, bf16_to_float, compute, halves
+from ptx import WARP, Array, Fault, Instruction, Program, Registers, bf16_to_float, compute, f16_to_float, halves
 
 POISON = 0xFF  # NaN in every format
 COPY_BYTES = 16
@@ -266,7 +266,7 @@ class Cta:
     def multiply(self, op: Instruction, lanes: Array) -> None:
         """m16n8k16: lane (g, q) = (l / 4, l % 4) holds of A rows g, g + 8 at k 2q and 2q + 8, of B column g, of C and D rows g and g + 8."""
         g, q = np.divmod(np.arange(WARP), 4)
-        to_float = bf16_to_float if op.opcode[-2] == "bf16" else lambda bits: bits.view(np.float16).astype(np.float32)
+        to_float = bf16_to_float if op.opcode[-2] == "bf16" else f16_to_float
         warps = len(lanes) // WARP
         a, b, c = np.empty((warps, 16, 16)), np.empty((warps, 16, 8)), np.empty((warps, 16, 8))
         for i, register in enumerate(op.operands[1]):

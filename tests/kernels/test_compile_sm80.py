@@ -21,14 +21,22 @@ NEWER = ["UTMALDG", "UTMASTG", "UTMAPF", "SYNCS", "UBLKCP", "HGMMA", "UTCHMMA", 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the vendor documents of a compute capability: shared memory that a CTA may have, and griddepcontrol from 9.0 on."""
+    """What the vendor documents of a compute capability: shared memory that a CTA may have, griddepcontrol from 9.0 on, FP8 from 8.9 on."""
 
     target: str
     shared_memory_limit: int
 
     @property
+    def capability(self) -> int:
+        return int(self.target.removeprefix("sm_").rstrip("a"))
+
+    @property
     def dependent_launch(self) -> bool:
-        return int(self.target.removeprefix("sm_").rstrip("a")) >= 90
+        return self.capability >= 90
+
+    @property
+    def converts_e4m3(self) -> bool:
+        return self.capability >= 89
 
 
 SM80, SM86, SM87, SM89 = (
@@ -83,7 +91,8 @@ def compiled(kind: type[ForwardSm80], architecture: Architecture, problem: Decod
     """The kernel and its machine code, which fits the architecture."""
     import cutlass.cute as cute
 
-    forward = kind(problem, architecture.shared_memory_limit, architecture.dependent_launch)
+    conversion = {"converts_e4m3": architecture.converts_e4m3} if problem.needs_k_scale else {}
+    forward = kind(problem, architecture.shared_memory_limit, architecture.dependent_launch, **conversion)
     options = f"--gpu-arch {architecture.target} --enable-tvm-ffi --keep-cubin --dump-dir {tmp_path}"
     code = disassemble(cute.compile(forward, *fake_arguments(problem), options=options), tmp_path)
     assert_no_spills(code)
@@ -103,8 +112,8 @@ def assert_instructions(code: MachineCode, forward: ForwardSm80, architecture: A
     assert code.count("LDGSTS") == len(re.findall(r"LDGSTS\.E\.BYPASS\.(?:LTC128B\.)?128\.ZFILL ", code.sass)) == 3 * copies
     assert code.count("ACQBULK") == code.sass.count("PREEXIT") == int(architecture.dependent_launch)
     assert [instruction for instruction in NEWER if code.count(instruction)] == []
-    # Two barriers a tile, twice, and one before the last tile's values.
-    assert code.sass.count("BAR.SYNC") == 5
+    # Two barriers a tile, twice, and one before the last tile's values; one for the largest values of Q, where it is converted.
+    assert code.sass.count("BAR.SYNC") == 5 + forward.converts_queries
 
 
 def test_every_architecture_compiles_both_heights_of_the_tile() -> None:
@@ -119,5 +128,5 @@ def test_the_limits_are_the_toolkits() -> None:
     architectures = {architecture for architecture, _ in FORWARDS}
     for architecture in architectures:
         assert architecture.shared_memory_limit == get_smem_capacity_in_bytes(architecture.target.rstrip("a"))
-    facts = {(each.target, each.shared_memory_limit, each.dependent_launch) for each in ARCHITECTURES.values()}
-    assert facts == {(each.target, each.shared_memory_limit, each.dependent_launch) for each in architectures}
+    facts = {(each.target, each.shared_memory_limit, each.dependent_launch, each.converts_e4m3) for each in ARCHITECTURES.values()}
+    assert facts == {(each.target, each.shared_memory_limit, each.dependent_launch, each.converts_e4m3) for each in architectures}

@@ -13,7 +13,7 @@ from dense_mla.compiled import compile_kernels
 from dense_mla.forward_sm80_fp8 import ForwardSm80Fp8
 from dense_mla.problem import ContextShard, DecodeProblem
 from dense_mla.tile_sm80 import tile_rows
-from test_compile import assert_no_spills, disassemble
+from test_compile import MachineCode, assert_no_spills, disassemble
 from test_compile_sm80 import (
     SM80,
     SM86,
@@ -61,16 +61,35 @@ FORWARDS = [
 def test_forward(architecture: Architecture, problem: DecodeProblem, tmp_path: Path) -> None:
     forward, code = compiled(ForwardSm80Fp8, architecture, problem, tmp_path)
     assert_instructions(code, forward, architecture)
-    # BF16 operands in all products, and no conversion instruction: the same arithmetic everywhere.
-    assert code.sass.count("HMMA.16816.F32.BF16") == code.count("HMMA")
-    assert ".E4M3" not in code.sass
     # Two chunks of a key a load, the ninth alone.
     assert code.sass.count("LDSM.16.M88.2") == 2
-    # A word of four codes for the scores: 16 keys, four columns of every chunk; for the values: 32 keys at 64 columns over 32 lanes.
-    # Two products a word, and all of it stands twice. Where the architecture has a product without a sum, it may be taken.
-    words = 9 * 2 + 16
+    if architecture.converts_e4m3:
+        assert_converted_to_f16(code, problem)
+    else:
+        assert_converted_to_bf16(code)
+
+
+# A word of four codes for the scores: 16 keys, four columns of every chunk; for the values: 32 keys at 64 columns over 32 lanes. Two conversions a
+# word, and all of it stands twice.
+SCORE_WORDS, VALUE_WORDS = 9 * 2, 16
+CONVERSIONS = 2 * 2 * (SCORE_WORDS + VALUE_WORDS)
+
+
+def assert_converted_to_f16(code: MachineCode, problem: DecodeProblem) -> None:
+    """FP16 operands in all products, an instruction a pair of codes, and NaN made a number only where rows see different keys."""
+    assert code.sass.count("HMMA.16816.F32 ") == code.count("HMMA")
+    assert code.sass.count("F2FP.F16.E4M3.UNPACK_B") == CONVERSIONS
+    larger = re.findall(r"\bV?HMNMX2?\S*", code.sass)
+    assert len(larger) == (2 * 2 * VALUE_WORDS if problem.causal and problem.query_len > 1 else 0)
+
+
+def assert_converted_to_bf16(code: MachineCode) -> None:
+    """BF16 operands in all products, and no conversion instruction."""
+    assert code.sass.count("HMMA.16816.F32.BF16") == code.count("HMMA")
+    assert ".E4M3" not in code.sass
+    # Where the architecture has a product without a sum, it may be taken.
     products = re.findall(r"\bH(?:FMA2|MUL2)\.(?:MMA\.)?BF16\S*", code.sass)
-    assert len(products) == 2 * 2 * words
+    assert len(products) == CONVERSIONS
     # Denormals are numbers here: every E4M3 code is one of BF16's before it is scaled up.
     assert [instruction for instruction in products if "FTZ" in instruction] == []
 
@@ -87,6 +106,7 @@ def test_every_architecture_builds_it(capability: tuple[int, int]) -> None:
     assert type(forward) is ForwardSm80Fp8
     assert forward.tile.shared_memory_bytes <= ARCHITECTURES[capability].shared_memory_limit
     assert forward.dependent_launch == (capability >= (9, 0))
+    assert forward.converts_queries == (capability >= (8, 9))
 
 
 def test_every_kernel_of_a_problem(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The portable forward on an E4M3 cache on a GPU: the tests of the Hopper one with that kernel forced, in this GPU's stages and in those of 99 KB.
+"""The portable forward on an E4M3 cache on a GPU: the tests of the Hopper one with that kernel forced, as this GPU runs it and as an SM86 does.
 
-Both are tiles of 32 keys; what differs is how many of them the ring holds. Of the longer parameter lists there is a part here: every problem
-is compiled anew.
+Both are tiles of 32 keys; what differs is how many of them the ring holds, and whether codes are converted by the GPU's own instruction or by
+integer arithmetic. Of the longer parameter lists there is a part here: every problem is compiled anew.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from test_decoder_fp8 import (  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 
-SMALL_SHARED_MEMORY = 101_376  # of SM86, SM89 and SM12x
+SMALL_SHARED_MEMORY = 101_376  # of SM86
 FAULTS = ("empty request", "uniform average", "null page", "stale beyond the cache", "strided q", "late peak")
 
 
 @cache
-def four_stage_kernels(problem: DecodeProblem) -> CompiledKernels:
+def sm86_kernels(problem: DecodeProblem) -> CompiledKernels:
     import cutlass.cute as cute
 
     from dense_mla.arch import forward_class
@@ -54,23 +54,24 @@ def four_stage_kernels(problem: DecodeProblem) -> CompiledKernels:
 
     capability = torch.cuda.get_device_capability(DEVICE)
     kernels = prepared_kernels(problem, DEVICE, "sm80")
-    forward = forward_class(capability, problem, "sm80")(problem, SMALL_SHARED_MEMORY, dependent_launch=capability >= (9, 0))
+    conversion = {"converts_e4m3": False} if problem.needs_k_scale else {}
+    forward = forward_class(capability, problem, "sm80")(problem, SMALL_SHARED_MEMORY, dependent_launch=capability >= (9, 0), **conversion)
     assert forward.tile.stages <= 5 and (forward.tile.keys == 32) == problem.needs_k_scale
     options = f"--gpu-arch sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''} --enable-tvm-ffi"
     return CompiledKernels(kernels.schedule, cute.compile(forward, *fake_arguments(problem), options=options), kernels.merge, forward.row_tiles)
 
 
-def prepare_four_stages(problem: DecodeProblem, device: torch.device, *, max_requests: int) -> DenseMLADecoder:
-    decoder = DenseMLADecoder(problem, device, max_requests, four_stage_kernels(problem))
+def prepare_as_sm86(problem: DecodeProblem, device: torch.device, *, max_requests: int) -> DenseMLADecoder:
+    decoder = DenseMLADecoder(problem, device, max_requests, sm86_kernels(problem))
     decoder._load()  # as `prepare` does: a module must not be loaded while a graph is captured
     return decoder
 
 
-@pytest.fixture(autouse=True, params=["this GPU's stages", "99 KB"])
+@pytest.fixture(autouse=True, params=["as this GPU", "as SM86"])
 def portable_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever prepares a decoder in these tests gets the portable forward."""
     forced = partial(DenseMLADecoder.prepare, kernel="sm80")
-    monkeypatch.setattr(DenseMLADecoder, "prepare", forced if request.param == "this GPU's stages" else prepare_four_stages)
+    monkeypatch.setattr(DenseMLADecoder, "prepare", forced if request.param == "as this GPU" else prepare_as_sm86)
 
 
 def test_the_portable_forward_is_what_runs() -> None:

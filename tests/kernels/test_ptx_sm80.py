@@ -102,7 +102,8 @@ def test_step(name: str, run: Run) -> None:
     case.check(out, lse, partial_dtype)
 
 
-def test_every_code_comes_out_as_it_is(run: Run) -> None:
+@pytest.mark.parametrize("capability", [SM80, SM120])
+def test_every_code_comes_out_as_it_is(capability: tuple[int, int], run: Run) -> None:
     """One key has all the weight, so that its values are the answer; in 32 requests every number stands in columns of every kind."""
     numbers = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
     keys = [torch.zeros(40, 576, dtype=torch.uint8) for _ in range(32)]
@@ -114,18 +115,42 @@ def test_every_code_comes_out_as_it_is(run: Run) -> None:
     q[..., 512] = 200.0  # the logits come from the columns that are no part of V
     kv_cache, block_table, seq_lens = cases.paged(values, 64)
     base = cases.gaussian([40] * 32, heads=2)
-    out, _ = run(quantised(replace(base, q=q, kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens, scale=1.0)), SM80, 4)
+    out, _ = run(quantised(replace(base, q=q, kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens, scale=1.0)), capability, 4)
     expected = torch.stack([value[7 * r % 40, :512] for r, value in enumerate(values)])
     assert torch.equal(out, expected[:, None].expand(-1, 2, -1))
 
 
-def test_a_nan_code_shows_in_the_rows_that_see_it(run: Run) -> None:
+@pytest.mark.parametrize("capability", [SM80, SM120])
+def test_a_nan_code_shows_in_the_rows_that_see_it(capability: tuple[int, int], run: Run) -> None:
     case = quantised(cases.gaussian([70, 70, 70], heads=4, query_len=2))
     for request, column, code in ((0, 0, 0x7F), (1, 575, 0xFF)):  # the newest key: the first of two tokens does not see it
         case.kv_cache.view(torch.uint8)[case.block_table[request, 1], 5, column] = code
-    out, _ = run(case, SM80, 3)
+    out, _ = run(case, capability, 3)
     assert out.isnan().flatten(1).all(1).tolist() == [False, True] * 2 + [False] * 2
     assert out.isnan().flatten(1).any(1).tolist() == [False, True] * 2 + [False] * 2
+
+
+@pytest.mark.parametrize("capability", [SM80, SM120])
+def test_rows_of_any_magnitude(capability: tuple[int, int], run: Run) -> None:
+    """Far beyond FP16 on either side, with the softmax scale moved the other way; within a request rows much smaller than others, and of zeros."""
+    base = cases.gaussian([90, 0, 40], heads=20)
+    assert isinstance(base.q, torch.Tensor)
+    for exponent in (100, -100):
+        q = base.q.clone()
+        q[:, 1::4] *= 2.0**-20
+        q[:, 2::4] = 0.0
+        case = quantised(replace(base, q=q * 2.0**exponent, scale=base.scale * 2.0**-exponent))
+        case.check(*run(case, capability, 3), FP32)
+
+
+@pytest.mark.parametrize("capability", [SM80, SM120])
+def test_a_query_that_is_no_number_shows(capability: tuple[int, int], run: Run) -> None:
+    """In its own row, and in no other one."""
+    case = quantised(cases.gaussian([40, 33], heads=4))
+    assert isinstance(case.q, torch.Tensor)
+    case.q[0, 1, 575], case.q[1, 2, 0], case.q[1, 3, 17] = math.nan, math.inf, -math.inf
+    out, _ = run(case, capability, 2)
+    assert out.isnan().any(-1).tolist() == out.isnan().all(-1).tolist() == [[False, True, False, False], [False, False, True, True]]
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +171,15 @@ def test_every_barrier_is_needed(barrier: int, forward_text: str, run: Run) -> N
     assert len(re.findall(r"bar\.sync", forward_text)) == 5
     with pytest.raises(Fault, match=r"race in shared memory|copy to it is under way"):
         run(cases.gaussian([200, 17, 90], heads=11, page_size=48), SM86, 1, forward=edited(forward_text, r"bar\.sync[^;]*;", barrier, ""))
+
+
+@pytest.mark.parametrize("barrier", range(6))
+def test_every_barrier_is_needed_where_queries_are_converted(barrier: int, run: Run, tmp_path: Path) -> None:
+    case = quantised(cases.gaussian([100, 17, 70], heads=11, page_size=48))
+    text = kernel_text(kernel_sources(case.problem(FP32, return_lse=True), SM120, "sm80")[1], SM120, tmp_path)
+    assert len(re.findall(r"bar\.sync", text)) == 6
+    with pytest.raises(Fault, match=r"race in shared memory|copy to it is under way"):
+        run(case, SM120, 1, forward=edited(text, r"bar\.sync[^;]*;", barrier, ""))
 
 
 @pytest.mark.parametrize("wait", range(2))
