@@ -108,7 +108,10 @@ def _hardware(capability: tuple[int, int]) -> str:
     from dense_mla.arch import KERNELS, chosen_kernel, forward_class, ran_on
 
     others = [kernel for kernel in KERNELS if kernel != chosen_kernel(capability) and ran_on(capability, kernel)]
-    forced = [f"`{forward_class(capability, kernel=kernel).__name__}`, forced: {ran_on(capability, kernel)}" for kernel in others]
+    forced = []
+    for kernel in others:
+        names = dict.fromkeys(f"`{forward_class(capability, problem, kernel).__name__}`" for problem in _problems())
+        forced.append(f"{', '.join(names)}, forced: {ran_on(capability, kernel)}")
     return "; ".join([ran_on(capability) or "no, compiled only", *forced])
 
 
