@@ -9,7 +9,8 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,11 +19,11 @@ import torch
 from dense_mla import DecodeProblem, reference, unsupported_reason
 from dense_mla.arch import ARCHITECTURES, capability_name, compile_target, forward_class, ran_on
 from dense_mla.kernel_cache import cache_contents
-from dense_mla.problem import PARTIAL_DTYPES, TILE_KEYS
+from dense_mla.problem import PARTIAL_DTYPES
 
 from . import __version__
 from .cache_dtypes import reads_fp8
-from .demo import H200_SMS, PARTIAL_NAMES, decode_on_cpu, decode_on_gpu, make_batch
+from .demo import H200_SMS, PARTIAL_NAMES, SCALE, decode_on_cpu, decode_on_gpu, make_batch
 
 if TYPE_CHECKING:
     from .settings import DenseMLASettings
@@ -31,8 +32,14 @@ Status = Literal["ok", "failed", "not run"]
 
 VLLM_SERIES = "0.33"
 DISTRIBUTIONS = ("vllm", "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
-# Heads and page size of a rank: Kimi-K3's and DeepSeek-V3's at tensor parallel 8, and of one that sees all heads of Kimi-K2.
-SELF_TESTS = ((12, 768), (16, 64), (64, 64))
+# Heads and page size of a rank: Kimi-K3's and DeepSeek-V3's at tensor parallel 8, and of one that sees all heads of Kimi-K2. The last two have
+# kernels of their own for an FP8 cache.
+SELF_TESTS = (
+    DecodeProblem(12, 768),
+    DecodeProblem(16, 64),
+    DecodeProblem(64, 64),
+    *(DecodeProblem(heads, 64, kv_dtype=torch.float8_e4m3fn) for heads in (16, 64) if reads_fp8()),
+)
 # Relative L2 against FP64, in units of what rounding the exact answer to BF16 costs. P is rounded to BF16 too; with BF16 partials so are they.
 ERROR_BOUNDS = {torch.bfloat16: 1.6, torch.float32: 1.2}
 LEAST_SHARE = 0.5  # of the read bandwidth; less than half says that something else has the GPU, or that its clocks are held down
@@ -173,10 +180,7 @@ def kernel_table() -> dict[str, list[tuple[int, int]]]:
 
 def kernel_names(capability: tuple[int, int]) -> list[str]:
     """The forward kernels of a supported capability: for few rows and for many, and for what caches there are."""
-    problems = [DecodeProblem(heads, page_size) for heads, page_size in SELF_TESTS]
-    if reads_fp8():
-        problems.append(DecodeProblem(1, TILE_KEYS, kv_dtype=torch.float8_e4m3fn))
-    return list(dict.fromkeys(name for problem in problems if (name := _kernel_of(capability, problem)) is not None))
+    return list(dict.fromkeys(name for problem in SELF_TESTS if (name := _kernel_of(capability, problem)) is not None))
 
 
 def _kernel_of(capability: tuple[int, int], problem: DecodeProblem) -> str | None:
@@ -229,25 +233,36 @@ def _kernel_cache(settings: DenseMLASettings) -> tuple[str, dict[str, Any]]:
 def _check_answers() -> Check:
     """One ragged batch for each problem and partial dtype against FP64, with NaN wherever no request may read."""
     device = supported_gpu()
-    results = [_answer(heads, page_size, dtype, device) for heads, page_size in SELF_TESTS for dtype in PARTIAL_DTYPES]
+    results = [[_answer(replace(problem, partial_dtype=dtype), device) for dtype in PARTIAL_DTYPES] for problem in SELF_TESTS]
     how = f"the kernels on {torch.cuda.get_device_name(device)} (GPU {device.index})" if device else "the torch reference on the CPU: no kernel ran"
     lines = [f"{how}; error against FP64 in units of a rounding to BF16"]
-    for heads, page_size in SELF_TESTS:
-        rows = [each for each in results if (each["heads"], each["page_size"]) == (heads, page_size)]
+    for problem, rows in zip(SELF_TESTS, results, strict=True):
         errors = ", ".join(f"{each['partial_dtype']} partials {each['error']:.2f} (at most {each['bound']})" for each in rows)
-        lines.append(f"{heads} heads, pages of {page_size}: {errors}")
-    right = all(each["error"] <= each["bound"] for each in results)  # NaN is not
+        cache = ", FP8 cache" if problem.needs_k_scale else ""
+        lines.append(f"{problem.num_heads} heads, pages of {problem.page_size}{cache}: {errors}")
+    flat = list(chain.from_iterable(results))
+    right = all(each["error"] <= each["bound"] for each in flat)  # NaN is not
     path = "kernels" if device else "reference"
-    return Check("self-test", "ok" if right else "failed", "\n".join(lines), {"path": path, "results": results})
+    return Check("self-test", "ok" if right else "failed", "\n".join(lines), {"path": path, "results": flat})
 
 
-def _answer(heads: int, page_size: int, dtype: torch.dtype, device: torch.device | None) -> dict[str, Any]:
-    problem = DecodeProblem(heads, page_size, dtype)
+def _answer(problem: DecodeProblem, device: torch.device | None) -> dict[str, Any]:
+    heads, page_size, dtype = problem.num_heads, problem.page_size, problem.partial_dtype
     data = make_batch(heads=heads, batch=6, max_len=4096 if device else 700, page_size=page_size, seed=0, device=device or torch.device("cpu"))
-    exact, _ = reference.attention(data.q, data.kv_cache, data.block_table, data.seq_lens, 192**-0.5)
+    if problem.needs_k_scale:
+        # The scale is the 1 that vLLM takes where none was measured. NaN becomes a NaN code.
+        data = replace(data, kv_cache=data.kv_cache.to(problem.kv_dtype))
+    exact, _ = reference.attention(data.q, data.kv_cache, data.block_table, data.seq_lens, SCALE)
     decoded = decode_on_gpu(problem, data) if device else decode_on_cpu(problem, data, H200_SMS)
     error = reference.relative_l2(decoded.out, exact) / reference.relative_l2(exact.bfloat16(), exact)
-    return {"heads": heads, "page_size": page_size, "partial_dtype": PARTIAL_NAMES[dtype], "error": round(error, 3), "bound": ERROR_BOUNDS[dtype]}
+    return {
+        "heads": heads,
+        "page_size": page_size,
+        "kv_cache": "fp8" if problem.needs_k_scale else "bf16",
+        "partial_dtype": PARTIAL_NAMES[dtype],
+        "error": round(error, 3),
+        "bound": ERROR_BOUNDS[dtype],
+    }
 
 
 def _check_bandwidth() -> Check:
@@ -257,10 +272,10 @@ def _check_bandwidth() -> Check:
     from .read_bandwidth import DECODE_KEYS, DECODE_REQUESTS, measure_decode, measure_read
     from .settings import load_settings
 
-    heads, page_size = SELF_TESTS[0]
-    read, decode = measure_read(device), measure_decode(DecodeProblem(heads, page_size, load_settings().torch_dtype), device)
+    problem = replace(SELF_TESTS[0], partial_dtype=load_settings().torch_dtype)
+    read, decode = measure_read(device), measure_decode(problem, device)
     share = decode / read
-    batch = f"{DECODE_REQUESTS} requests of {DECODE_KEYS:,} keys, {heads} heads"
+    batch = f"{DECODE_REQUESTS} requests of {DECODE_KEYS:,} keys, {problem.num_heads} heads"
     text = f"read {read:,.0f} GB/s; decode {decode:,.0f} GB/s of keys, {share:.0%} of that ({batch})"
     values = {"read_GBps": round(read, 1), "decode_GBps": round(decode, 1), "share": round(share, 3)}
     if share < LEAST_SHARE:

@@ -119,12 +119,14 @@ def decode_on_gpu(problem: DecodeProblem, data: Batch) -> Decoded:
     schedule = decoder.empty_schedule()
     workspace = torch.full((decoder.workspace_size(requests).total_bytes,), NAN_BYTE, dtype=torch.uint8, device=device)
     out = torch.full((requests, problem.num_heads, HEAD_DIM_V), torch.nan, dtype=torch.bfloat16, device=device)
+    k_scale = torch.ones(1, device=device) if problem.needs_k_scale else None
     decoder.schedule(data.seq_lens, data.block_table, schedule)
 
     def launch() -> None:
         decoder.run(
-            data.q, data.kv_cache, data.block_table, data.seq_lens, schedule=schedule, workspace=workspace, out=out, scale=SCALE
-        )
+            data.q, data.kv_cache, data.block_table, data.seq_lens,
+            schedule=schedule, workspace=workspace, out=out, scale=SCALE, k_scale=k_scale,
+        )  # fmt: skip
 
     return Decoded(out, _replay_seconds(launch))
 

@@ -69,8 +69,9 @@ def test_json_holds_the_same_and_the_numbers(monkeypatch: pytest.MonkeyPatch, ca
     variable = "VLLM_K3_DENSE_MLA_PARTIAL_DTYPE"
     assert checks["settings"]["settings"][variable] == {"value": "fp32", "source": variable}
     results = checks["self-test"]["results"]
-    assert [(each["heads"], each["page_size"], each["partial_dtype"]) for each in results] == [
-        (heads, page, dtype) for heads, page in check.SELF_TESTS for dtype in ("bf16", "fp32")
+    problems = [(12, 768, "bf16"), (16, 64, "bf16"), (64, 64, "bf16"), (16, 64, "fp8"), (64, 64, "fp8")]
+    assert [(each["heads"], each["page_size"], each["kv_cache"], each["partial_dtype"]) for each in results] == [
+        (*problem, dtype) for problem in problems for dtype in ("bf16", "fp32")
     ]
     assert all(1.0 <= each["error"] <= each["bound"] for each in results)
 
