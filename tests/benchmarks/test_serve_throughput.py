@@ -35,11 +35,15 @@ time.sleep(0.2)
 rows = [
     {"batch": batch, "context": 1024, "runs": [{"tokens_per_s": n * batch, "step_ms_samples": [1.0]} for n in (5.0, 9.0, 7.0)]} for batch in (1, 8)
 ]
-result.write_text(json.dumps({"measurements": rows[:1]}))
+def write(rows):  # at once, as the engine does: who reads meanwhile must not find half a file
+    scratch = result.with_suffix(".scratch")
+    scratch.write_text(json.dumps({"measurements": rows}))
+    scratch.replace(result)
+write(rows[:1])
 if backend == "FLASHMLA":
     sys.exit("no such kernel")
 time.sleep(60 if backend == "SLOW" else 0.2)
-result.write_text(json.dumps({"measurements": rows}))
+write(rows)
 with spans.open("a") as file:
     file.write(json.dumps([begin, time.time(), os.environ.get("VLLM_K3_DENSE_MLA_PARTIAL_DTYPE")]) + "\\n")
 """
