@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import MultipleOf
 from dense_mla.arch import forward_class, unsupported_reason
 from dense_mla.problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
 
-from .cache_dtypes import E4M3, refuse_cache_dtype, supported_cache_dtypes
+from .cache_dtypes import E4M3, SUPPORTED, refuse_cache_dtype
 from .decode_steps import read_steps
 from .impl import DenseMLAImpl
 from .metadata import DenseMLAMetadataBuilder
@@ -31,7 +31,7 @@ class DenseMLABackend(MLACommonBackend):
     """Dense MLA decode. Prefill is vLLM's."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = supported_cache_dtypes()
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = list(SUPPORTED)
 
     @staticmethod
     def get_name() -> str:

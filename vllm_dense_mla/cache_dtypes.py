@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from dense_mla import arch
-
 UNSCALED = ("auto", "float16", "bfloat16")
 E4M3 = ("fp8", "fp8_e4m3")
+SUPPORTED = (*UNSCALED, *E4M3)  # with a model of the right dtype
 _MODEL_DTYPES = (torch.bfloat16, torch.float16)
 _FP8_REASONS = {
     "fp8_e5m2": "the kernels read E4M3, whose numbers are twice as fine as those of E5M2",
     "fp8_ds_mla": "its records of 656 bytes are for sparse MLA",
     "fp8_per_token_head": "the kernels take one scale for the whole cache",
 }
-
-
-def reads_fp8() -> bool:
-    """Whether the kernels of this version are known to read an FP8 cache right."""
-    return torch.float8_e4m3fn in arch.VERIFIED_KV_DTYPES
-
-
-def supported_cache_dtypes() -> list[str]:
-    """vLLM's names of the caches that the kernels read, with a model of the right dtype."""
-    return [*UNSCALED, *(E4M3 if reads_fp8() else ())]
 
 
 def cache_element_type(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
@@ -39,9 +28,9 @@ def cache_element_type(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.d
 def refuse_cache_dtype(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> str | None:
     """Why a model of a dtype cannot have this cache, or None where it can. A model dtype that is refused itself is not spoken of."""
     name = kv_cache_dtype or "auto"
-    if name not in supported_cache_dtypes():
-        missing = "an FP8 KV cache has not been served through vLLM with it yet" if name in E4M3 else _FP8_REASONS.get(name)
-        return f"kv_cache_dtype must be {_listed(supported_cache_dtypes())}, got {name}" + (f": {missing}" if missing else "")
+    if name not in SUPPORTED:
+        reason = _FP8_REASONS.get(name)
+        return f"kv_cache_dtype must be {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}, got {name}" + (f": {reason}" if reason else "")
     if model_dtype not in _MODEL_DTYPES:
         return None
     if name in E4M3 and model_dtype != torch.bfloat16:
@@ -49,10 +38,6 @@ def refuse_cache_dtype(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> 
     if name in UNSCALED and cache_element_type(name, model_dtype) != model_dtype:
         return f"kv_cache_dtype must be auto or the model's dtype, {_name(model_dtype)}, got {name}: queries and keys are multiplied as they are"
     return None
-
-
-def _listed(names: list[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from .problem import DecodeProblem
 
 WIDE_ROWS = 32  # rows of a CTA above which the Hopper kernel for many rows is the faster one
@@ -48,8 +46,6 @@ ARCHITECTURES = {
 # GPUs on which each kernel passed its tests. Whatever is not here was compiled for that capability and never run on it: it is served all the
 # same, and everything that speaks of a GPU says so by this table.
 RAN_ON: dict[tuple[int, int], dict[str, str]] = {HOPPER: {"sm90": "NVIDIA H200", "sm80": "NVIDIA H200"}}
-# KV caches that models were served with through vLLM.
-VERIFIED_KV_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 def unsupported_reason(capability: tuple[int, int]) -> str | None:

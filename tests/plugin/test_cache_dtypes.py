@@ -9,35 +9,15 @@ import torch
 from conftest import HEADS, SCALE, cache_and_query, make_builder, make_impl, step
 from test_selection import reasons
 
-from dense_mla import arch, reference
+from dense_mla import reference
 from dense_mla.arch import ARCHITECTURES
 from vllm_dense_mla import cache_dtypes
-from vllm_dense_mla.backend import DenseMLABackend
 
 E4M3 = torch.float8_e4m3fn
 
 
-@pytest.fixture
-def fp8(monkeypatch):
-    """Kernels that read E4M3, whether or not this version's do."""
-    monkeypatch.setattr(arch, "VERIFIED_KV_DTYPES", (torch.bfloat16, torch.float16, E4M3))
-    monkeypatch.setattr(DenseMLABackend, "supported_kv_cache_dtypes", cache_dtypes.supported_cache_dtypes())
-
-
-@pytest.fixture
-def no_fp8(monkeypatch):
-    monkeypatch.setattr(arch, "VERIFIED_KV_DTYPES", (torch.bfloat16, torch.float16))
-    monkeypatch.setattr(DenseMLABackend, "supported_kv_cache_dtypes", cache_dtypes.supported_cache_dtypes())
-
-
 def layer_with(k_scale, **others):
     return SimpleNamespace(_k_scale=None if k_scale is None else torch.tensor(k_scale, dtype=torch.float32), **others)
-
-
-def test_what_is_declared_is_what_the_kernels_read():
-    """One switch: the backend's list follows the kernels'."""
-    assert DenseMLABackend.supported_kv_cache_dtypes == cache_dtypes.supported_cache_dtypes()
-    assert cache_dtypes.reads_fp8() is (E4M3 in arch.VERIFIED_KV_DTYPES)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "float16"])
@@ -67,7 +47,7 @@ def test_no_scale_touches_a_bf16_cache(vllm_config, prepared, no_workspace):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3"])
 @pytest.mark.parametrize("k_scale", [0.06, 1.0, 2.5])
-def test_decode_of_an_fp8_cache(speculate, prepared, no_workspace, fp8, kv_cache_dtype, k_scale):
+def test_decode_of_an_fp8_cache(speculate, prepared, no_workspace, kv_cache_dtype, k_scale):
     """Fault 53: the scale counts in scores and values, the other layer scales do not. vLLM may hand over bytes; queries stay BF16."""
     config = speculate(1)
     metadata = make_builder(config, kv_cache_dtype=kv_cache_dtype, dtype=E4M3).build(0, step([300, 64], query_lens=[2, 2]))
@@ -83,7 +63,7 @@ def test_decode_of_an_fp8_cache(speculate, prepared, no_workspace, fp8, kv_cache
     assert reference.relative_l2(out, exact) < 5e-3
 
 
-def test_the_scale_is_the_layers_own_number_on_the_device(vllm_config, prepared, no_workspace, fp8):
+def test_the_scale_is_the_layers_own_number_on_the_device(vllm_config, prepared, no_workspace):
     """What a captured launch reads is the layer's memory: a later scale counts at the next replay."""
     metadata = make_builder(vllm_config, kv_cache_dtype="fp8", dtype=E4M3).build(0, step([30]))
     keys, q = cache_and_query(9, 64, 1, pair=False)
@@ -92,7 +72,7 @@ def test_the_scale_is_the_layers_own_number_on_the_device(vllm_config, prepared,
     assert prepared[0].runs[0]["k_scale"].data_ptr() == scales._k_scale.data_ptr()
 
 
-def test_a_missing_scale_is_1_and_is_said_once(vllm_config, prepared, no_workspace, fp8, log):
+def test_a_missing_scale_is_1_and_is_said_once(vllm_config, prepared, no_workspace, log):
     builder = make_builder(vllm_config, kv_cache_dtype="fp8", dtype=E4M3)
     assert "KV cache float8_e4m3fn" in log[0].getMessage()
     layer, (keys, q) = make_impl(vllm_config, kv_cache_dtype="fp8"), cache_and_query(9, 64, 1, pair=False)
@@ -104,7 +84,7 @@ def test_a_missing_scale_is_1_and_is_said_once(vllm_config, prepared, no_workspa
     assert [line.getMessage() for line in log] == ["DENSE_MLA: a layer has no scale for its FP8 KV cache, 1.0 is taken"]
 
 
-def test_scales_of_heads_are_refused(vllm_config, prepared, no_workspace, fp8):
+def test_scales_of_heads_are_refused(vllm_config, prepared, no_workspace):
     metadata = make_builder(vllm_config, kv_cache_dtype="fp8", dtype=E4M3).build(0, step([30]))
     keys, q = cache_and_query(9, 64, 1, pair=False)
     with pytest.raises(ValueError, match=rf"^an FP8 KV cache must have one scale, got \({HEADS},\)$"):
@@ -112,7 +92,7 @@ def test_scales_of_heads_are_refused(vllm_config, prepared, no_workspace, fp8):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3"])
-def test_selection_of_an_fp8_cache(fp8, kv_cache_dtype):
+def test_selection_of_an_fp8_cache(kv_cache_dtype):
     """Fault 55: BF16 queries on an FP8 cache, on Hopper, said by the capability methods; with whatever else is asked for."""
     assert reasons(kv_cache_dtype=kv_cache_dtype) == []
     assert reasons(kv_cache_dtype=kv_cache_dtype, use_dcp=True, use_batch_invariant=True) == []
@@ -121,7 +101,7 @@ def test_selection_of_an_fp8_cache(fp8, kv_cache_dtype):
     ]
 
 
-def test_selection_of_an_fp8_cache_on_another_gpu(fp8, monkeypatch):
+def test_selection_of_an_fp8_cache_on_another_gpu(monkeypatch):
     """As the kernels have it: the reason is theirs."""
     from vllm_dense_mla import backend
 
@@ -137,17 +117,9 @@ def test_selection_of_an_fp8_cache_on_another_gpu(fp8, monkeypatch):
     assert reasons((12, 0)) == reasons((9, 0), kv_cache_dtype="fp8") == []
 
 
-def test_fp8_is_read_wherever_there_is_a_kernel(fp8):
-    """Every GPU of the list has a kernel for E4M3: once one model was served with such a cache, all of them take it."""
+def test_fp8_is_read_wherever_there_is_a_kernel():
+    """Every GPU of the list has a kernel for E4M3."""
     assert [reasons(capability, kv_cache_dtype="fp8") for capability in ARCHITECTURES] == [[]] * len(ARCHITECTURES)
-
-
-def test_kernels_without_fp8(no_fp8, vllm_config, no_workspace):
-    """A fact of its own: which GPUs are served does not change it."""
-    message = "kv_cache_dtype must be auto, float16 or bfloat16, got fp8: an FP8 KV cache has not been served through vLLM with it yet"
-    assert [reasons(capability, kv_cache_dtype="fp8") for capability in ARCHITECTURES] == [[message]] * len(ARCHITECTURES)
-    with pytest.raises(NotImplementedError, match=f"^DENSE_MLA: {message}$"):
-        make_impl(vllm_config, kv_cache_dtype="fp8")
 
 
 def test_names_of_elements():

@@ -8,12 +8,11 @@ import types
 import pytest
 import torch
 
-from vllm_dense_mla import cache_dtypes
 from vllm_dense_mla.backend import DenseMLABackend
 
 SERVED = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
 REFUSED = [(7, 0), (7, 5), (8, 8), (9, 9), (10, 1), (12, 2), (13, 0)]
-CACHES = "auto, float16, bfloat16, fp8 or fp8_e4m3" if cache_dtypes.reads_fp8() else "auto, float16 or bfloat16"
+CACHES = "auto, float16, bfloat16, fp8 or fp8_e4m3"
 
 
 def reasons(capability=(9, 0), **changes):
