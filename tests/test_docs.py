@@ -189,10 +189,10 @@ def test_the_commands_of_the_deployment_page(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_errors_of_the_deployment_page_are_the_self_test_s() -> None:
-    from vllm_dense_mla import check
+    from vllm_dense_mla.self_test import SELF_TESTS, answer
 
     (said,) = re.findall(r"^\| error against FP64.*\| ([\d.]+) \| ([\d.]+) \|$", read("docs/deploy.md"), re.M)
-    found = [check._answer(replace(check.SELF_TESTS[0], partial_dtype=dtype), None)["error"] for dtype in (torch.bfloat16, torch.float32)]
+    found = [answer(replace(SELF_TESTS[0], partial_dtype=dtype), None)["error"] for dtype in (torch.bfloat16, torch.float32)]
     assert said == tuple(f"{error:.1f}" for error in found)
 
 

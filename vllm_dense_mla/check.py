@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dense_mla import DecodeProblem, reference, unsupported_reason
+from dense_mla import DecodeProblem, unsupported_reason
 from dense_mla.arch import ARCHITECTURES, capability_name, compile_target, forward_class, ran_on
 from dense_mla.kernel_cache import cache_contents
 from dense_mla.problem import PARTIAL_DTYPES
 
 from . import __version__
-from .demo import H200_SMS, PARTIAL_NAMES, SCALE, decode_on_cpu, decode_on_gpu, make_batch
+from .self_test import SELF_TESTS, answer
 
 if TYPE_CHECKING:
     from .settings import DenseMLASettings
@@ -31,16 +31,6 @@ Status = Literal["ok", "failed", "not run"]
 
 VLLM_SERIES = "0.33"
 DISTRIBUTIONS = ("vllm", "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
-# Heads and page size of a rank: Kimi-K3's and DeepSeek-V3's at tensor parallel 8, and of one that sees all heads of Kimi-K2. The last two have
-# kernels of their own for an FP8 cache.
-SELF_TESTS = (
-    DecodeProblem(12, 768),
-    DecodeProblem(16, 64),
-    DecodeProblem(64, 64),
-    *(DecodeProblem(heads, 64, kv_dtype=torch.float8_e4m3fn) for heads in (16, 64)),
-)
-# Relative L2 against FP64, in units of what rounding the exact answer to BF16 costs. P is rounded to BF16 too; with BF16 partials so are they.
-ERROR_BOUNDS = {torch.bfloat16: 1.6, torch.float32: 1.2}
 LEAST_SHARE = 0.5  # of the read bandwidth; less than half says that something else has the GPU, or that its clocks are held down
 VARIABLES = ("VLLM_PLUGINS", "VLLM_BATCH_INVARIANT")  # of vLLM's that decide whether this backend runs
 
@@ -232,7 +222,7 @@ def _kernel_cache(settings: DenseMLASettings) -> tuple[str, dict[str, Any]]:
 def _check_answers() -> Check:
     """One ragged batch for each problem and partial dtype against FP64, with NaN wherever no request may read."""
     device = supported_gpu()
-    results = [[_answer(replace(problem, partial_dtype=dtype), device) for dtype in PARTIAL_DTYPES] for problem in SELF_TESTS]
+    results = [[answer(replace(problem, partial_dtype=dtype), device) for dtype in PARTIAL_DTYPES] for problem in SELF_TESTS]
     how = f"the kernels on {torch.cuda.get_device_name(device)} (GPU {device.index})" if device else "the torch reference on the CPU: no kernel ran"
     lines = [f"{how}; error against FP64 in units of a rounding to BF16"]
     for problem, rows in zip(SELF_TESTS, results, strict=True):
@@ -243,25 +233,6 @@ def _check_answers() -> Check:
     right = all(each["error"] <= each["bound"] for each in flat)  # NaN is not
     path = "kernels" if device else "reference"
     return Check("self-test", "ok" if right else "failed", "\n".join(lines), {"path": path, "results": flat})
-
-
-def _answer(problem: DecodeProblem, device: torch.device | None) -> dict[str, Any]:
-    heads, page_size, dtype = problem.num_heads, problem.page_size, problem.partial_dtype
-    data = make_batch(heads=heads, batch=6, max_len=4096 if device else 700, page_size=page_size, seed=0, device=device or torch.device("cpu"))
-    if problem.needs_k_scale:
-        # The scale is the 1 that vLLM takes where none was measured. NaN becomes a NaN code.
-        data = replace(data, kv_cache=data.kv_cache.to(problem.kv_dtype))
-    exact, _ = reference.attention(data.q, data.kv_cache, data.block_table, data.seq_lens, SCALE)
-    decoded = decode_on_gpu(problem, data) if device else decode_on_cpu(problem, data, H200_SMS)
-    error = reference.relative_l2(decoded.out, exact) / reference.relative_l2(exact.bfloat16(), exact)
-    return {
-        "heads": heads,
-        "page_size": page_size,
-        "kv_cache": "fp8" if problem.needs_k_scale else "bf16",
-        "partial_dtype": PARTIAL_NAMES[dtype],
-        "error": round(error, 3),
-        "bound": ERROR_BOUNDS[dtype],
-    }
 
 
 def _check_bandwidth() -> Check:

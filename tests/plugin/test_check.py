@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_dense_mla import __version__, check, cli
+from vllm_dense_mla import __version__, check, cli, self_test
 from vllm_dense_mla.check import Check, Report, collect_report
 from vllm_dense_mla.settings import load_settings
 
@@ -127,14 +127,14 @@ def test_a_kernel_folder_that_cannot_be_made_or_written(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("cpu_only")
 def test_a_wrong_answer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = check.decode_on_cpu
+    honest = self_test.decode_on_cpu
 
     def wrong(*arguments: Any) -> Any:
         decoded = honest(*arguments)
         decoded.out[0, 0, 0] = torch.nan
         return decoded
 
-    monkeypatch.setattr(check, "decode_on_cpu", wrong)
+    monkeypatch.setattr(self_test, "decode_on_cpu", wrong)
     assert check._check_answers().status == "failed"
 
 
