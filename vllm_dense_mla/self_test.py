@@ -11,8 +11,8 @@ from dense_mla import DecodeProblem, reference
 
 from .demo import H200_SMS, PARTIAL_NAMES, SCALE, decode_on_cpu, decode_on_gpu, make_batch
 
-# Heads and page size of a rank: Kimi-K3's and DeepSeek-V3's at tensor parallel 8, and of one that sees all heads of Kimi-K2. The last two have
-# kernels of their own for an FP8 cache.
+# Heads and page size of a rank: Kimi-K3's and DeepSeek-V3's at tensor parallel 8, and of one that sees all heads of Kimi-K2. An FP8 cache
+# has kernels of its own.
 SELF_TESTS = (
     DecodeProblem(12, 768),
     DecodeProblem(16, 64),
