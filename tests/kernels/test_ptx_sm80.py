@@ -144,6 +144,20 @@ def test_rows_of_any_magnitude(capability: tuple[int, int], run: Run) -> None:
 
 
 @pytest.mark.parametrize("capability", [SM80, SM120])
+def test_outliers_in_the_columns_of_any_warp(capability: tuple[int, int], run: Run) -> None:
+    """A value of 10^6 in each row, in turn in the 16 columns of each of four warps; the keys are 0 there. The row's scale is for all of them."""
+    base = cases.gaussian([40, 33], heads=8)
+    assert isinstance(base.q, torch.Tensor)
+    q, keys = base.q.clone(), base.kv_cache.clone()
+    for head in range(8):
+        column = 16 * (head % 4) + 3 + 64 * head
+        q[:, head, column] = 1e6
+        keys[..., column] = torch.where(keys[..., column].isnan(), keys[..., column], 0.0)
+    case = quantised(replace(base, q=q, kv_cache=keys))
+    case.check(*run(case, capability, 2), FP32)
+
+
+@pytest.mark.parametrize("capability", [SM80, SM120])
 def test_a_query_that_is_no_number_shows(capability: tuple[int, int], run: Run) -> None:
     """In its own row, and in no other one."""
     case = quantised(cases.gaussian([40, 33], heads=4))
