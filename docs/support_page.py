@@ -158,7 +158,8 @@ def _decode_rows() -> list[tuple[str, ...]]:
     longest = problem.MAX_QUERY_LEN
     tokens = {
         "SINGLE_ONLY": "1; several are verified as prefill, which is vLLM's own",
-        "UNIFORM": f"1 to {longest}, the same number for every request of a step; vLLM leaves requests with another number to prefill",
+        "UNIFORM": f"1 to {longest}, the same number for every request of a step; vLLM leaves requests with another number to prefill, "
+        "and with asynchronous scheduling their step waits for their lengths on the device",
         "VARLEN": f"1 to {longest}",
     }
     graphs = {

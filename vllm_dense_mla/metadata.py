@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -101,6 +101,7 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder[DenseMLAMetadata]):
         cache_dtype = getattr(kv_cache_spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
         self._steps = read_steps(vllm_config, self.num_heads, cache_dtype)
         self._is_causal = True
+        self._host_lens_are_bounds = self._steps.longest_query > 1 and vllm_config.scheduler_config.async_scheduling is not False
         self._prepared: dict[DecodeProblem, PreparedStep] = {}
         self._problems = {causal: self._prepare(causal, settings) for causal in self._kinds_of_block()}
         tables = self._steps.workspace(settings.torch_dtype, next(iter(self._prepared.values())).decoder.sm_count)
@@ -127,7 +128,23 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder[DenseMLAMetadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> DenseMLAMetadata:
         """vLLM's, which does not tell `_build_decode` whether the step's blocks are causal."""
         self._is_causal = common_attn_metadata.causal is not False
-        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return super().build(common_prefix_len, self._with_exact_lens(common_attn_metadata), fast_build)
+
+    def _with_exact_lens(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """The step with the lengths that the device has, where a verification becomes prefill.
+
+        Prefill takes its lengths from the host. With asynchronous scheduling the host does not know yet which drafted tokens were rejected, and
+        counts them all: keys of rejected tokens would be attended to. Such a step waits for the device; it is one in which the scheduler
+        cut a request's draft short, or micro-batches cut a batch within a request.
+        """
+        if not self._host_lens_are_bounds:
+            return common
+        query_lens = common.query_start_loc_cpu.diff()
+        differs = (query_lens != query_lens[0]).cumsum(0) > 0  # vLLM decodes the requests before the first that differs
+        verifies = differs & (query_lens > 0) & (query_lens <= self._steps.longest_query)
+        if common.is_prefilling is not None:  # the host knows how much of a prompt is there
+            verifies &= ~common.is_prefilling[: verifies.shape[0]]
+        return replace(common, seq_lens_cpu_upper_bound=common.seq_lens.cpu()) if verifies.any() else common
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> DenseMLAMetadata:
         """vLLM's, which checks that no request brings too many query tokens for a decode, and not that all bring the same number.

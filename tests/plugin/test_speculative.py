@@ -88,6 +88,28 @@ def test_mixed_query_lengths_do_not_reach_one_launch(speculate, prepared, query_
     assert sum(len(decoder.scheduled) for decoder in prepared) == 1
 
 
+@pytest.mark.parametrize(
+    ("query_lens", "prefilling", "asynchronous", "context"),
+    [
+        ([4, 4, 2], [False] * 3, True, [100]),  # a draft cut short: by the token budget, or by the longest context
+        ([2, 4, 4], [False] * 3, True, [150, 98]),  # a micro-batch that begins within a request
+        ([4, 4, 2], None, True, [100]),
+        ([4, 4, 2], [False, False, True], True, [103]),  # a prompt's end: its length on the host is exact
+        ([4, 4, 90], [False, False, True], True, [15]),
+        ([4, 4, 2], [False] * 3, False, [103]),  # the host knows what was rejected
+    ],
+)
+def test_a_verification_that_becomes_prefill_sees_no_rejected_draft(speculate, prepared, query_lens, prefilling, asynchronous, context):
+    """Its lengths on the host count every drafted token of the step before; those on the device do not."""
+    config = speculate(3)
+    config.scheduler_config.async_scheduling = asynchronous
+    common = step([204, 154, 102], query_lens=query_lens)
+    common.seq_lens_cpu_upper_bound = common.seq_lens + 3
+    common.is_prefilling = None if prefilling is None else torch.tensor(prefilling)
+    metadata = make_builder(config).build(0, common)
+    assert metadata.prefill.chunked_context.context_lens_list == context
+
+
 def test_longer_than_a_verification_is_prefill(speculate, prepared):
     metadata = make_builder(speculate(3)).build(0, step([90, 80], query_lens=[5, 5]))
     assert metadata.decode is None and metadata.num_prefills == 2
