@@ -27,6 +27,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp as warp_ops
 
+from . import softmax
 from .async_copy import COPY_BYTES, copy_or_zero
 from .forward_sm90 import fake_arguments
 from .problem import HEAD_DIM_V, DecodeProblem
@@ -58,8 +59,6 @@ class ForwardSm80:
         ValueError: the tile does not fit the shared memory.
     """
 
-    # What P is multiplied with before it is rounded for the tensor cores.
-    weight_scale: float = 1.0
     # Whether the queries of a request are converted in registers, and its rows have scales of their own.
     converts_queries: bool = False
 
@@ -70,6 +69,7 @@ class ForwardSm80:
         self.row_tiles = row_tiles(problem.rows)
         self.query_dtype = cutlass_dtype(problem.query_dtype)  # of Q in memory
         self.dtype: Any = self.operand_dtype()  # of both products
+        self.weight_scale = softmax.weight_scale(self.dtype)
         self.dependent_launch = dependent_launch
         self.mma_op = warp_ops.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
         # With one block of rows a warp's score products would be chains of nine: two sums in turn halve their latency.

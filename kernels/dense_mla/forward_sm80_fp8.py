@@ -47,8 +47,6 @@ class ForwardSm80Fp8(ForwardSm80):
         self.converts_queries = converts_e4m3
         super().__init__(problem, shared_memory_limit, dependent_launch)
         self.pins_lane = self.tile.m_tiles > 1
-        if converts_e4m3:
-            self.weight_scale = 2.0**fp8_convert.P_SHIFT
 
     def operand_dtype(self) -> Any:
         return Float16 if self.converts_queries else self.query_dtype

@@ -389,9 +389,7 @@ class ForwardSm90(RequestWalk):
         softmax.publish_max(rS, warp_values, warp_index, lane)
         self.sync_warpgroup(group)
         softmax.update(rS, *statistics, warp_values, lane, rows_may_see_nothing=self.problem.query_len > 1)
-        rP = cute.make_rmem_tensor(acc_s.shape, self.dtype)
-        rP.store(acc_s.load().to(self.dtype))
-        return rP
+        return softmax.weights(acc_s, self.dtype)
 
     @cute.jit
     def clear_values(self, sK: cute.Tensor, keys: Int32, stage: Int32, group: Int32, thread: Int32) -> None:
@@ -459,7 +457,7 @@ class ForwardSm90(RequestWalk):
         for block in cutlass.range_constexpr(self.tile_rows // 8):
             for parity in cutlass.range_constexpr(2):
                 total = row_sum[parity, block]
-                inverse[parity, block] = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
+                inverse[parity, block] = Float32(0.0) if total == 0.0 else softmax.inverse_sum(total, self.dtype)
         softmax.scale_output(rO, inverse)
 
         # Step 2: store. With a lane that can be hoisted, the addresses of all stores live across the loop over the tiles and spill.

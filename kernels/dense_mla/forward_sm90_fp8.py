@@ -26,12 +26,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from . import fp8_convert, fp8_products, fp8_tile, softmax
 from .forward_sm90 import SHARED_MEMORY_LIMIT, mn_major, transposed
-from .fp8_convert import P_SHIFT
 from .fp8_output import SIDES, OutputSm90Fp8
 from .fp8_tile import ARRIVALS, BOX_BYTES, GROUPS, LINE, LINES, RECORD_BYTES, RECORDS, TILE_BYTES, VALUE_GROUPS
 from .problem import HEAD_DIM_QK, HEAD_DIM_V, TILE_KEYS, DecodeProblem
 from .request_range import FIRST_REQUEST, LAST_REQUEST
 from .request_walk import k_major
+from .softmax import P_SHIFT
 from .special_register import pinned, pinned_lane_index
 
 STAGES = 5  # 36 KiB each: tiles of keys, and the BF16 queries of a request on their way to FP16

@@ -26,6 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
+from . import softmax
 from .forward_sm90 import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -400,8 +401,7 @@ class ForwardSm90Wide(RequestWalk):
     @cute.jit
     def rounded(self, acc_s: cute.Tensor) -> cute.Tensor:
         """P in the operands' type, two to a register. Pinned: the compiler would compute the exponentials again for the second use of P."""
-        rP = cute.make_rmem_tensor(acc_s.shape, self.dtype)
-        rP.store(acc_s.load().to(self.dtype))
+        rP = softmax.weights(acc_s, self.dtype)
         words = cute.recast_tensor(rP, Int32)
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = pinned(words[i])
@@ -557,7 +557,7 @@ class ForwardSm90Wide(RequestWalk):
             row = self.score_row(0, half, thread)
             row_sum[half] = sums[row, 0, buffer] + sums[row, 1, buffer]
             # A row without keys has sum 0: output 0, LSE -inf.
-            factor[half] = Float32(0.0) if row_sum[half] == 0.0 else cute.arch.rcp_approx(row_sum[half])
+            factor[half] = Float32(0.0) if row_sum[half] == 0.0 else softmax.inverse_sum(row_sum[half], self.dtype)
         self.scale_output(acc_o, factor)
 
         # Step 2: store.

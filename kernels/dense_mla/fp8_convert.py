@@ -12,7 +12,6 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 MEMORY = "~{memory}"
 Q_EXPONENT = 14  # a row's largest value of Q is brought into [2^14, 2^15)
-P_SHIFT = 15.0  # P is at most 2^15: half of FP16's largest value
 LOWEST_PAIR = 0xDF00DF00  # -448, the least E4M3 number, as two FP16 values
 
 

@@ -11,12 +11,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from . import softmax
-from .fp8_convert import P_SHIFT
 from .fp8_tile import TILE_BYTES, VALUE_GROUPS
 from .named_barrier import NamedBarrierSm90
 from .problem import HEAD_DIM_V, DecodeProblem
 from .request_walk import RequestWalk
 from .schedule import NO_SLOT
+from .softmax import P_SHIFT
 from .special_register import pinned, pinned_lane_index
 
 SIDES = 2  # warpgroups that own columns of the output

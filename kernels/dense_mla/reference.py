@@ -214,8 +214,8 @@ def _forward(
     top = scores.amax(-1, keepdim=True)
     p = torch.exp2(scores - torch.where(top == -math.inf, 0.0, top))
     total = p.sum(-1)
-    # The tensor cores take P in the element type of V, or with E4M3 values in FP16 and 2^15 times larger; the sum is over the unrounded P.
-    rounded = p.mul(2.0**15).half().float() * 2.0**-15 if keys.dtype == torch.float8_e4m3fn else p.to(keys.dtype).float()
+    # The tensor cores take P in BF16 with BF16 values, and else in FP16 and 2^15 times larger; the sum is over the unrounded P.
+    rounded = p.to(keys.dtype).float() if keys.dtype == torch.bfloat16 else p.mul(2.0**15).half().float() * 2.0**-15
     out = rounded @ values[:, :HEAD_DIM_V] * k_scale
     return out / torch.where(total == 0, 1.0, total)[:, None], top[:, 0] + torch.log2(total)
 

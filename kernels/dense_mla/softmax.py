@@ -11,9 +11,33 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float16, Float32, Int32
 
 LANES_OF_ROW = (4, 8, 16)  # shuffle offsets that walk g
+P_SHIFT = 15.0  # P in FP16 is at most 2^15: half of the type's largest value
+
+
+def weight_scale(dtype: Any) -> float:
+    """What P is multiplied with before it is rounded to `dtype` for the tensor cores.
+
+    FP16 has no more than 14 binary orders below 1 at full precision and 25 at all: many small probabilities beside a large one would vanish
+    from the output, and not from the row's sum.
+    """
+    return 2.0**P_SHIFT if dtype is Float16 else 1.0
+
+
+def weights(probabilities: Any, dtype: Any) -> Any:
+    """Probabilities, FP32 in registers, as the tensor cores take them."""
+    values = probabilities.load()
+    rounded = cute.make_rmem_tensor(probabilities.shape, dtype)
+    rounded.store((values * weight_scale(dtype) if dtype is Float16 else values).to(dtype))
+    return rounded
+
+
+def inverse_sum(total: Float32, dtype: Any) -> Float32:
+    """What a row's output is multiplied with. A row that sees no key has sum 0: its output becomes 0."""
+    inverse = cute.arch.rcp_approx(total)
+    return inverse * (1.0 / weight_scale(dtype)) if dtype is Float16 else inverse
 
 
 def accumulator_view(acc: Any, row_blocks: int, m_tiles: int = 1) -> Any:

@@ -236,6 +236,19 @@ def peak_at(key: int, device: torch.device | str = "cpu", *, num_keys: int = 409
     return replace(case, expected_out=exact, out_atol=2.0**-7)
 
 
+def sink(device: torch.device | str = "cpu", *, heads: int = 12, dtype: torch.dtype = torch.float16) -> Case:
+    """Fault 14: a first key without values whose weight is 2^25 times that of each other key; the answer is what the others add up to."""
+    generator = torch.Generator().manual_seed(14)
+    keys = torch.zeros(256, 576)
+    keys[1:, :512] = 64 + 64 * torch.rand(255, 512, generator=generator)
+    keys[0, 512] = 1.0  # the logits come from the 64 columns that are no part of V
+    q = torch.zeros(1, heads, 576)
+    q[..., 512] = 25.0
+    case = _against_fp64("sink", q.to(device, dtype), *paged([keys.to(device, dtype)], 64), scale=math.log(2))
+    assert case.expected_out.min() > 4e-4
+    return case
+
+
 def padded_rows(device: torch.device | str = "cpu", *, stale: int = -1) -> Case:
     """Fault 22: requests without keys between real ones, table columns that hold -1 or an id beyond any cache."""
     return gaussian([70, 0, 3, 0], device, stale=stale, name=f"stale columns of {stale}")

@@ -177,6 +177,7 @@ def test_the_device_plans_invariant_pieces_as_the_host_does() -> None:
 @pytest.mark.parametrize("heads", [12, 64])
 def test_fp16_models(heads: int) -> None:
     decode(cases.gaussian([0, 1, 65, 945, 5000], DEVICE, heads=heads, dtype=torch.float16), torch.float32)
+    decode(cases.sink(DEVICE, heads=heads), torch.float32)
 
 
 def test_limits() -> None:

@@ -83,8 +83,8 @@ def test_decode_is_attention_in_every_mode(query_len: int, batch_invariant: bool
     case.check(*run(case, partial_dtype, batch_invariant=batch_invariant), partial_dtype)
 
 
-def test_fp16() -> None:
-    case = cases.gaussian([0, 65, 3000], dtype=torch.float16)
+@pytest.mark.parametrize("case", [cases.gaussian([0, 65, 3000], dtype=torch.float16), cases.sink()], ids=lambda case: case.name)
+def test_fp16(case: cases.Case) -> None:
     case.check(*run(case, torch.float32), torch.float32)
 
 
