@@ -237,7 +237,7 @@ def peak_at(key: int, device: torch.device | str = "cpu", *, num_keys: int = 409
 
 
 def sink(device: torch.device | str = "cpu", *, heads: int = 12, dtype: torch.dtype = torch.float16) -> Case:
-    """Fault 14: a first key without values whose weight is 2^25 times that of each other key; the answer is what the others add up to."""
+    """A first key without values, whose weight is 2^25 times that of each other key; the answer is what the others add up to."""
     generator = torch.Generator().manual_seed(14)
     keys = torch.zeros(256, 576)
     keys[1:, :512] = 64 + 64 * torch.rand(255, 512, generator=generator)
