@@ -50,8 +50,9 @@ def render() -> str:
             "",
             *_table(("compute capability", "GPUs", "kernel", "run on hardware"), _gpu_rows()),
             "",
-            "All of them are served; the last column is where the kernels' tests ran. Where it says no, the kernel was compiled for these GPUs",
-            "and its machine code looked at, and no GPU of that kind ever ran it: the server says so in its log, and `vllm-dense-mla check` on",
+            "All of them are served; the last column is where the kernels' tests ran, those of FP16 caches before P was scaled, which has not run",
+            "since. Where it says no, the kernel was compiled for these GPUs and its machine code looked at, and no GPU of that kind ever ran it:",
+            "the server says so in its log, and `vllm-dense-mla check` on",
             "such a GPU compares the answers with FP64. What is compiled for 8.0, 8.6, 10.0 and 12.0 the tests also run on the CPU, from its PTX,",
             "against FP64 and for races. Hopper has several kernels, by the query rows that share a request's keys (heads x query tokens) and by",
             "the elements of the cache. Any other compute capability is refused at start.",
@@ -159,7 +160,7 @@ def _decode_rows() -> list[tuple[str, ...]]:
     tokens = {
         "SINGLE_ONLY": "1; several are verified as prefill, which is vLLM's own",
         "UNIFORM": f"1 to {longest}, the same number for every request of a step; vLLM leaves requests with another number to prefill, "
-        "and with asynchronous scheduling their step waits for their lengths on the device",
+        "and with asynchronous scheduling waits for the lengths of verifications among them",
         "VARLEN": f"1 to {longest}",
     }
     graphs = {

@@ -27,17 +27,17 @@ def weight_scale(dtype: Any) -> float:
 
 
 def weights(probabilities: Any, dtype: Any) -> Any:
-    """Probabilities, FP32 in registers, as the tensor cores take them."""
-    values = probabilities.load()
+    """Probabilities, FP32 in registers, as the tensor cores take them: `weight_scale` times larger, rounded to `dtype`."""
+    values, scale = probabilities.load(), weight_scale(dtype)
     rounded = cute.make_rmem_tensor(probabilities.shape, dtype)
-    rounded.store((values * weight_scale(dtype) if dtype is Float16 else values).to(dtype))
+    rounded.store((values if scale == 1.0 else values * scale).to(dtype))
     return rounded
 
 
 def inverse_sum(total: Float32, dtype: Any) -> Float32:
-    """What a row's output is multiplied with. A row that sees no key has sum 0: its output becomes 0."""
-    inverse = cute.arch.rcp_approx(total)
-    return inverse * (1.0 / weight_scale(dtype)) if dtype is Float16 else inverse
+    """What the output of a row with this sum of unscaled probabilities is multiplied with; `weights` is undone. The sum is not 0."""
+    inverse, scale = cute.arch.rcp_approx(total), weight_scale(dtype)
+    return inverse if scale == 1.0 else inverse * (1.0 / scale)
 
 
 def accumulator_view(acc: Any, row_blocks: int, m_tiles: int = 1) -> Any:

@@ -63,6 +63,16 @@ def assert_no_spills(code: MachineCode) -> None:
     assert (code.stack_bytes, code.local_bytes, code.count("STL"), code.count("LDL")) == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize(("heads", "probabilities", "row_sums"), [(12, 8, 4), (64, 32, 2)])
+def test_fp16_probabilities_are_scaled_and_the_output_scaled_back(heads: int, probabilities: int, row_sums: int, tmp_path: Path) -> None:
+    """In both Hopper forwards, once for each of a thread's probabilities of a tile and once for each of its rows."""
+    kernels = compile_kernels(DecodeProblem(heads, 64, kv_dtype=torch.float16), CAPABILITY, "--keep-cubin", f"--dump-dir {tmp_path}")
+    code = disassemble(kernels.forward, tmp_path)
+    assert_no_spills(code)
+    factors = [len(re.findall(rf"\bFMUL\b[^;]*, {re.escape(repr(factor))}(?:\.0)? ?;", code.sass)) for factor in (32768, 2.0**-15)]
+    assert factors == [probabilities, row_sums]
+
+
 @pytest.mark.parametrize("problem", FORWARDS, ids=lambda p: f"{p.num_heads}x{p.page_size}-{p.partial_dtype}")
 def test_every_kernel_of_a_problem(problem: DecodeProblem, tmp_path: Path) -> None:
     """Fault 70: spills and joins that fail show here, for every number of rows. (That the trace carries the rescale: cases.peak_at.)"""

@@ -94,6 +94,7 @@ def test_mixed_query_lengths_do_not_reach_one_launch(speculate, prepared, query_
         ([4, 4, 2], [False] * 3, True, [100]),  # a draft cut short: by the token budget, or by the longest context
         ([2, 4, 4], [False] * 3, True, [150, 98]),  # a micro-batch that begins within a request
         ([4, 4, 2], None, True, [100]),
+        ([4, 90, 4], [False, True, False], True, [64, 98]),  # behind a prompt
         ([4, 4, 2], [False, False, True], True, [103]),  # a prompt's end: its length on the host is exact
         ([4, 4, 90], [False, False, True], True, [15]),
         ([4, 4, 2], [False] * 3, False, [103]),  # the host knows what was rejected
@@ -108,6 +109,20 @@ def test_a_verification_that_becomes_prefill_sees_no_rejected_draft(speculate, p
     common.is_prefilling = None if prefilling is None else torch.tensor(prefilling)
     metadata = make_builder(config).build(0, common)
     assert metadata.prefill.chunked_context.context_lens_list == context
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "prefilling"), [([4, 4, 4], [False] * 3), ([4, 4, 0], [False] * 3), ([4, 4, 90], [False, False, True]), ([90, 80, 90], [True] * 3)]
+)
+def test_no_other_step_waits_for_the_device(speculate, prepared, monkeypatch, query_lens, prefilling):
+    """Verifications, a graph's padding behind them, prompts: what reads a length on the device fails the test."""
+    config = speculate(3)
+    config.scheduler_config.async_scheduling = True
+    builder = make_builder(config)
+    common = step([204, 154, 102], query_lens=query_lens, num_tokens=12 if 0 in query_lens else None)
+    common.is_prefilling = torch.tensor(prefilling)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: pytest.fail("read from the device"))
+    builder.build(0, common)
 
 
 def test_longer_than_a_verification_is_prefill(speculate, prepared):
